@@ -11,20 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specinfer.heads.block import BlockHead
-from specinfer.heads.checkpoint import target_embedding, target_head
 from specinfer.heads.config import BlockConfig, EagleConfig
 from specinfer.heads.eagle import EagleHead
 from specinfer.models.config import Family
-from specinfer.models.open_model import OpenModel
 from tests import published_configs as published
-from tests.heads import (
-    VOCAB,
-    block_config,
-    eagle_config,
-    tiny_body,
-    tiny_head,
-    write_tiny_head,
-)
+from tests.heads import VOCAB, block_config, eagle_config, tiny_body, tiny_head, write_tiny_head
 from tests.published_configs import Json
 
 
@@ -108,12 +99,3 @@ def write_layout(
         }
     save_file(tensors, folder / "model.safetensors")
     return head
-
-
-def borrow(head: EagleHead | BlockHead, target: OpenModel) -> None:
-    """Give a head the target's embedding and output tables if it has none."""
-    with torch.no_grad():
-        if not head.config.own_embedding:
-            head.embed_tokens.weight.copy_(target_embedding(target))
-        if not head.config.own_head:
-            head.lm_head.weight.copy_(target_head(target, head.ids.tolist()))

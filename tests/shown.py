@@ -1,8 +1,18 @@
-"""A Progress that records its updates."""
+"""Kinds of Progress that record."""
 
 from __future__ import annotations
 
 from specinfer.progress import Progress
+
+
+class Lines(Progress):
+    """`lines` has what was said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
 
 
 class Shown(Progress):

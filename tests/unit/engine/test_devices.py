@@ -122,18 +122,6 @@ def accept_on_gpu(model: Path, options: dict[str, Any], patch: pytest.MonkeyPatc
     table.build_speculators(config.speculation)
 
 
-def holds(folder: Path, row: str, column: str, patch: pytest.MonkeyPatch) -> None:
-    """Fail unless the cell is what engines do."""
-    if column == WITH:
-        library_or_skip()
-    cell = CELLS[row, column]
-    answers = {accepted(folder, column, options, patch) for options in OPTIONS_OF[row]}
-    assert answers == {cell != "no"}, (row, column)
-    if cell.startswith("if the host can compile kernels"):
-        patch.setattr(table, "load_library", without_kernels)
-        assert not accepted(folder, column, OPTIONS_OF[row][0], patch)
-
-
 def test_every_row_is_tested() -> None:
     assert HEAD[1:] == [WITH, WITHOUT, GPU]
     assert [row for row, *_ in LINES] == [*OPTIONS_OF]
@@ -144,4 +132,11 @@ def test_every_row_is_tested() -> None:
 def test_cells_are_what_engines_accept(
     row: str, column: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    holds(folder, row, column, monkeypatch)
+    if column == WITH:
+        library_or_skip()
+    cell = CELLS[row, column]
+    answers = {accepted(folder, column, options, monkeypatch) for options in OPTIONS_OF[row]}
+    assert answers == {cell != "no"}, (row, column)
+    if cell.startswith("if the host can compile kernels"):
+        monkeypatch.setattr(table, "load_library", without_kernels)
+        assert not accepted(folder, column, OPTIONS_OF[row][0], monkeypatch)

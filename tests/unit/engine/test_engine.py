@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from specinfer.engine.admission import AdmittedRequest
 from specinfer.llm import LLM
-from specinfer.request import FinishReason, Request
 from specinfer.sampling_params import SamplingParams
-from tests.engines import Tiny, assert_idle, engine_of, slow_generate
+from tests.engines import Tiny, assert_idle, slow_generate
 
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [9], [40, 41, 42, 40, 41, 42, 40, 41], list(range(5, 45)), [7, 7, 7, 7]]
 
@@ -64,30 +62,6 @@ def test_a_draft_that_is_the_target_is_always_right(tiny: Tiny) -> None:
         assert output.figures.steps == 10  # after the first token, ten times 3 + 1
         assert output.figures.accepted_per_depth == [10, 10, 10]
         assert output.figures.accepted_by == {"0-target": 30}
-
-
-def test_requests_join_and_leave_at_any_step(tiny: Tiny, expected: dict[str, list[list[int]]]) -> None:
-    llm = tiny.llm(drafts=["similar"], lookup=True)
-    engine = engine_of(llm)
-    params = SAMPLING["T=1"]
-    finished: dict[str, list[int]] = {}
-    asked: dict[str, AdmittedRequest] = {}
-    for step in range(60):
-        if step < 2 * len(PROMPTS) and step % 2 == 0:
-            number = step // 2
-            for kind, seed in (("keep", params.seed or 0), ("drop", 77)):
-                request = Request(f"{kind}-{number}", tuple(PROMPTS[number]), params, seed)
-                asked[request.request_id] = engine.admission.admit(request)
-                engine.add(asked[request.request_id])
-        if step % 2 == 1:
-            aborted = engine.abort(f"drop-{(step - 1) // 2}")
-            assert aborted is None or aborted.finish_reason is FinishReason.ABORT
-        for delta in engine.step():
-            if delta.finished:
-                finished[delta.id] = list(asked[delta.id].transcript.output().token_ids)
-        engine.check_integrity()
-    assert not engine.has_work
-    assert [finished[f"keep-{i}"] for i in range(len(PROMPTS))] == expected["T=1"]
 
 
 def test_an_interrupt_of_a_caller_leaves_an_llm_that_works(

@@ -89,56 +89,41 @@ def test_logits_that_are_no_numbers_end_their_own_request(
     assert len(outputs[2].token_ids) >= 1
 
 
-@pytest.mark.parametrize("part", ["propose", "launch", "move", "observe"])
+FAULTS = [
+    *((part, MemoryError("no room")) for part in ("propose", "launch", "move", "observe")),
+    # The output layer may be read for the first time when a tree is verified.
+    *((part, ModelFileError("the disk failed")) for part in ("_launch", "_land")),
+]
+
+
+@pytest.mark.parametrize(("part", "error"), FAULTS, ids=str)
 def test_a_step_that_fails_ends_its_requests_and_no_later_one(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, part: str
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, part: str, error: Exception
 ) -> None:
     want = expected(tiny)
-    llm = tiny.llm(["similar"], max_batch_size=2)
+    llm, calls, heard = tiny.llm(["similar"], max_batch_size=2), count(), list[BaseException]()
+    llm.loop.on_failed = lambda error, names: heard.append(error)
     engine = engine_of(llm)
-    owner = engine._speculators if part in ("propose", "observe") else engine._executor
-    real, calls = getattr(owner, part), count()
+    owner = next(one for one in (engine, engine._speculators, engine._executor) if hasattr(one, part))
+    real = getattr(owner, part)
 
     def fails(*args: Any, **options: Any) -> Any:
         if next(calls) == 3:
-            raise MemoryError("no room for this one")
+            raise error
         return real(*args, **options)
 
     monkeypatch.setattr(owner, part, fails)
     outputs = llm.generate(PROMPTS, PARAMS)
     failed = [output for output in outputs if output.finish_reason == "error"]
     assert 1 <= len(failed) <= 2, "those of the step"
-    for output in failed:
-        assert output.error == "a step of the engine failed: MemoryError('no room for this one')"
-        assert output.internal_error
+    of_file, said = isinstance(error, ModelFileError), f"a step of the engine failed: {error!r}"
+    said = f"the model cannot be read: {error}" if of_file else said
+    assert [(output.error, output.internal_error) for output in failed] == [(said, True)] * len(failed)
+    assert heard == ([] if of_file else [error]), "a server's process does not end for a file"
     for output, tokens in zip(outputs, want, strict=True):
         assert output.token_ids == tokens[: len(output.token_ids)]
         assert output.finish_reason == "error" or output.token_ids == tokens
     assert [output.token_ids for output in llm.generate(PROMPTS, PARAMS)] == want
-    assert_idle(llm)
-
-
-@pytest.mark.parametrize("part", ["_launch", "_land"])
-def test_a_model_that_cannot_be_read_ends_the_requests_of_the_step_alone(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, part: str
-) -> None:
-    """The output layer may be read for the first time when a tree is verified."""
-    llm = tiny.llm(["similar"], max_batch_size=2)
-    heard: list[BaseException] = []
-    llm.loop.on_failed = lambda error, names: heard.append(error)
-    real, calls = getattr(engine_of(llm), part), count()
-
-    def fails(*args: Any) -> Any:
-        if next(calls) == 3:
-            raise ModelFileError("the disk failed")
-        return real(*args)
-
-    monkeypatch.setattr(engine_of(llm), part, fails)
-    outputs = llm.generate(PROMPTS, PARAMS)
-    failed = [output.error for output in outputs if output.finish_reason == "error"]
-    assert {*failed} == {"the model cannot be read: the disk failed"}
-    assert len(failed) <= 2
-    assert heard == [], "a server's process does not end"
     assert_idle(llm)
 
 

@@ -10,7 +10,7 @@ import pytest
 from specinfer import LLM, RequestOutput, SamplingParams
 from specinfer.errors import RequestError
 from specinfer.sampling_params import ThinkingBudget
-from tests.engines import Tiny, assert_idle, write_tiny
+from tests.engines import Tiny, assert_idle, tiny_of
 
 PROMPT = [70, 97, 110, 99, 121, 70, 97, 110]
 THINKING = ThinkingBudget(tokens=9, open="<", close=">>>", ending=tuple(b">>>"), started=True)
@@ -29,9 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=256, max_context=128, eos_token_id=0)
+tiny = tiny_of(vocab_size=256, max_context=128, eos_token_id=0)
 
 
 def answer(

@@ -18,6 +18,7 @@ from tests.engines import ENGINE, engine_of
 from tests.tiny_models import write_tiny_llama
 
 DUE = PlainSteps.due
+PARAMS = SamplingParams(temperature=0, max_tokens=60)
 
 
 @pytest.fixture(autouse=True)
@@ -28,10 +29,14 @@ def _soon(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlainSteps, "due", lambda *_: False)
 
 
+def opened(folder: Path, **options: Any) -> LLM:
+    given = {**ENGINE, "kernels": "torch", "tree_size": "cost", "lookup": True, **options}
+    return LLM(str(folder / "target"), drafts=(str(folder / "draft"),), **given)
+
+
 def answered(folder: Path, **options: Any) -> str:
-    options = {**ENGINE, "kernels": "torch", "tree_size": "cost", "lookup": True, **options}
-    with LLM(str(folder / "target"), drafts=(str(folder / "draft"),), **options) as llm:
-        [output] = llm.generate(["(1,2)(1,2)"], SamplingParams(temperature=0, max_tokens=60))
+    with opened(folder, **options) as llm:
+        [output] = llm.generate(["(1,2)(1,2)"], PARAMS)
     return output.text
 
 
@@ -67,8 +72,7 @@ def test_by_the_curves_clock_nothing_is_known_nor_kept(folder: Path) -> None:
     assert stored_policies() == []
     answered(folder)
     kept = learnt().outcomes
-    options = {**ENGINE, "kernels": "torch", "tree_size": "cost", "clock": "curve"}
-    with LLM(str(folder / "target"), drafts=(str(folder / "draft"),), **options) as llm:
+    with opened(folder, clock="curve") as llm:
         assert engine_of(llm)._memory is None
     assert learnt().outcomes == kept
 
@@ -77,12 +81,10 @@ def test_a_second_process_speculates_from_its_first_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PlainSteps, "due", DUE)
-    options = {**ENGINE, "kernels": "torch", "tree_size": "cost", "lookup": True}
-    params = SamplingParams(temperature=0, max_tokens=60)
     plain = []
     for _ in range(2):
-        with LLM(str(folder / "target"), drafts=(str(folder / "draft"),), **options) as llm:
-            llm.generate(["(1,2)(1,2)"], params)
+        with opened(folder) as llm:
+            llm.generate(["(1,2)(1,2)"], PARAMS)
             plain.append(engine_of(llm).statistics().speculation_off_steps)
     assert plain[0] >= PLAIN_FIRST
     assert plain[1] < PLAIN_FIRST, "the time of plain steps is known"

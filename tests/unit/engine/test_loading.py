@@ -8,16 +8,10 @@ import pytest
 
 from specinfer import LLM, SamplingParams
 from specinfer.progress import NoProgress
-from tests.engines import write_tiny
+from tests.engines import ENGINE, write_tiny
 
 PARAMS = SamplingParams(temperature=1, seed=3, max_tokens=8)
-OPTIONS = {
-    "lookup": False,
-    "dtype": "float32",
-    "kv_cache_memory": 1 << 22,
-    "quantization": "int8",
-    "tree_size": "cost",
-}
+OPTIONS = {**ENGINE, "quantization": "int8", "tree_size": "cost"}
 
 
 class Interrupted(NoProgress):

@@ -17,14 +17,13 @@ import pytest
 
 from specinfer import SamplingParams
 from specinfer.plan import StepPlan
-from specinfer.processors.changes import RowChanges
 from specinfer.request import Delta
 from specinfer.runtime.batch import logit_rows
 from specinfer.runtime.runner import Move
 from specinfer.serve.backend.ledger import Ledger, OpenWork, Waiter
 from specinfer.serve.backend.work import Work
 from specinfer.tree import TokenTree
-from specinfer.verify.scan import NUMPY, SampleRequest, Scan
+from specinfer.verify.scan import NUMPY, Scan
 from tests.engines import engine_of, write_tiny
 
 pytestmark = pytest.mark.thorough
@@ -46,12 +45,7 @@ class Choices:
     def __init__(self, chosen: Sequence[int]) -> None:
         self.chosen = chosen
 
-    def choices(
-        self,
-        rows: Sequence[int],
-        requests: Sequence[SampleRequest],
-        changes: Sequence[RowChanges] | None = None,
-    ) -> list[int]:
+    def choices(self, rows: Sequence[int], *given: Any) -> list[int]:
         return [self.chosen[row] for row in rows]
 
 

@@ -7,20 +7,51 @@ import logging
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
+from specinfer.engine.admission import AdmittedRequest
 from specinfer.engine.loop import EngineLoop
 from specinfer.engine.transcript import Transcript
 from specinfer.errors import ClosedError, PeerLostError, RequestError, UserError
 from specinfer.request import Delta, FinishReason, RequestOutput
-from tests.scripted_engine import Pause, ScriptedEngine, counted, said
+from specinfer.tokenizer import Tokenizer
+from tests.scripted_engine import Pause, ScriptedEngine, admitted, counted, said
 from tests.tiny_models import write_tiny_llama
-from tests.unit.engine.conftest import Make
+
+Make = Callable[..., AdmittedRequest]
+
+
+@pytest.fixture(scope="session")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Returns a function that makes a request with an id and a number of tokens."""
+    folder = write_tiny_llama(tmp_path_factory.mktemp("t"), vocab_size=256, tokenizer=True)
+    tokenizer = Tokenizer.load(folder)
+    return lambda request_id, max_tokens=3: admitted(tokenizer, request_id, max_tokens)
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+@pytest.fixture
+def loop(engine: ScriptedEngine) -> Iterator[EngineLoop]:
+    loop = EngineLoop(engine)
+    yield loop
+    loop.close()
+    assert not engine.has_work
+
+
+@pytest.fixture
+def threads() -> Iterator[Any]:
+    with ThreadPoolExecutor(16) as pool:
+        yield pool.submit
 
 
 def test_a_stream_is_every_output_of_its_requests(

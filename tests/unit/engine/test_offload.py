@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from specinfer.errors import CapacityError, ClosedError, ConfigError
 from specinfer.hub.model_files import write_pool
 from specinfer.models.weights import prepare
 from specinfer.progress import NoProgress, Progress
-from specinfer.request import RequestOutput
+from specinfer.speculate.policy import guard
+from specinfer.speculate.policy.allowance import Allowance
 from tests.engines import assert_idle, engine_of
 from tests.heads import tiny_head, write_tiny_head
 from tests.kernels import kernels
@@ -55,18 +57,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def answers(llm: LLM, params: list[SamplingParams] | None = None) -> list[RequestOutput]:
+def tokens(llm: LLM) -> list[tuple[int, ...]]:
     """Run twenty answers, after which the bookkeeping is checked."""
-    each = [(prompt, one) for one in params or PARAMS for prompt in PROMPTS]
+    each = [(prompt, one) for one in PARAMS for prompt in PROMPTS]
     outputs = llm.generate([prompt for prompt, _ in each], [one for _, one in each])
     assert [output.error for output in outputs if output.error] == []
     assert_idle(llm)
-    return outputs
+    return [output.token_ids for output in outputs]
 
 
-def texts(llm: LLM, params: list[SamplingParams] | None = None) -> list[tuple[int, ...]]:
+def texts(llm: LLM) -> list[tuple[int, ...]]:
     with llm:
-        return [output.token_ids for output in answers(llm, params)]
+        return tokens(llm)
 
 
 @pytest.mark.few(2)
@@ -75,11 +77,9 @@ def test_texts_with_every_draft(folder: Path, monkeypatch: pytest.MonkeyPatch, n
     drafts = tuple(str(folder / one) for one in DRAFTS[name])
     want = texts(resident(folder / "target"))
     llm = streamed(folder / "target", monkeypatch, drafts=drafts, max_batch_size=4)
-    guessed = Statistics()
     with llm:
-        assert [output.token_ids for output in answers(llm)] == want
-        guessed = llm.statistics()
-    assert sum(guessed.guessed_tokens.values()) > 100
+        assert tokens(llm) == want
+        assert sum(llm.statistics().guessed_tokens.values()) > 100
 
 
 def test_a_draft_in_the_blocks_of_its_file_is_not_prepared(
@@ -90,18 +90,9 @@ def test_a_draft_in_the_blocks_of_its_file_is_not_prepared(
     options: dict[str, Any] = {"drafts": (str(draft),), "draft_quantization": "gguf", "max_batch_size": 4}
     llm = streamed(target, monkeypatch, **options, offload_folder=tmp_path / "disk")
     with llm:
-        assert [output.token_ids for output in answers(llm)] == want
+        assert tokens(llm) == want
         assert sum(llm.statistics().guessed_tokens.values()) > 100
     assert [file.name.partition("-")[0] for file in (tmp_path / "disk").rglob("*.safetensors")] == ["target"]
-
-
-def test_a_self_draft_of_a_resident_model(folder: Path) -> None:
-    want = texts(resident(folder / "target", dtype="bfloat16"))
-    llm = resident(folder / "target", dtype="bfloat16", drafts=("self",))
-    with llm:
-        assert [output.token_ids for output in answers(llm)] == want
-        assert llm.statistics().guessed_tokens["draft"] > 100
-        assert llm.models.drafts["draft"] is not llm.models.target
 
 
 @pytest.mark.parametrize("options", [{"quantization": "int4"}, {"draft_quantization": "int8"}])
@@ -110,12 +101,6 @@ def test_a_self_draft_no_smaller_than_its_target_is_refused_with_what_would_work
 ) -> None:
     with pytest.raises(ConfigError, match="name a smaller model or a head, or leave it out"):
         resident(folder / "target", **{"quantization": "int8", **options}, drafts=("self",), offload="auto")
-
-
-def test_what_fits_is_not_streamed(folder: Path) -> None:
-    with resident(folder / "target", offload="auto", kernels="torch") as llm:
-        assert llm.models.target.stream is None
-        assert llm.models.plan is None
 
 
 @pytest.mark.parametrize(
@@ -166,7 +151,7 @@ def test_an_llm_that_is_closed_reads_no_more_and_says_so(
         with pytest.raises(ClosedError):
             use()
     assert len(threads()) == 2, "the variant needs the readers"
-    answers(other)
+    tokens(other)
     other.close()
     until(lambda: not threads())
 
@@ -191,7 +176,7 @@ def test_an_llm_that_is_closed_waits_for_no_collector(
 def test_statistics_of_streams_go_to_another_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with streamed(folder / "target", monkeypatch, Planned(self_draft=True)) as llm:
         before = llm.statistics()
-        answers(llm)
+        tokens(llm)
         after: Statistics = pickle.loads(pickle.dumps(llm.statistics()))
         done = after.since(before)
         plan = llm.models.plan
@@ -241,3 +226,42 @@ def test_the_first_start_comes_to_the_plan_of_the_second(
     with LLM(model, progress=NoProgress(), **OPTIONS) as llm:
         plan = llm.models.plan
         assert f"{plan.placement} {plan.drafts.names} {plan.limits}" != plans[0]
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of twelve layers."""
+    kernels("native")
+    folder = tmp_path_factory.mktemp("self_draft") / "deep"
+    return write_tiny_llama(folder, num_layers=12, tokenizer=True, eos_token_id=63)
+
+
+@pytest.mark.parametrize("kind", ["none", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_texts_before_and_after_layers_get_the_memory_of_the_self_draft(
+    deep: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, kind: str
+) -> None:
+    """Speculation is off in two of three steps."""
+    options: dict[str, Any] = {"dtype": dtype, "quantization": kind, "max_batch_size": 4}
+    want = texts(resident(deep, **options))
+    steps = count()
+
+    def allows(allowance: Allowance, *asked: object, **more: object) -> bool:
+        allowance.guessing = next(steps) % 3 == 0
+        return allowance.guessing
+
+    monkeypatch.setattr(Allowance, "allows", allows)
+    monkeypatch.setattr(guard, "_GIVEN_UP", 9)
+    llm = streamed(deep, monkeypatch, Planned(self_draft=True), **options, tree_size="cost")
+    draft_memory = llm.models.draft_memory
+    assert draft_memory.layers
+    assert not draft_memory.given
+    with llm:
+        assert tokens(llm) == want, "the memory is given amid these texts"
+        assert draft_memory.given
+        guessed = llm.statistics().guessed_tokens["draft"]
+        assert tokens(llm) == want
+        assert llm.statistics().guessed_tokens["draft"] == guessed
+        with pytest.raises(ConfigError, match="layers got its memory"):
+            llm.variant()
+        assert texts(llm.variant(drafts=())) == want

@@ -1,7 +1,9 @@
-"""Every sampling parameter through engines: with any speculation the tokens are the slow oracle's."""
+"""Every sampling parameter through engines: tokens and log-probabilities are the slow oracle's."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,20 @@ from specinfer import LLM, SamplingParams
 from specinfer.engine.admission import Admission
 from specinfer.errors import RequestError
 from specinfer.processors.pipeline import Processors
-from specinfer.request import FinishReason, Request
-from tests.engines import Tiny, write_tiny
-from tests.exact.slow_sampling import excluded_by, is_finished
-from tests.unit.engine.byte_oracle import EOS, PARAMS, PROMPTS, SPECULATION, VOCAB, Oracle, params_of, tokens
+from specinfer.request import FinishReason, Logprobs, Request
+from tests.engines import Tiny, assert_idle, write_tiny
+from tests.exact.slow_sampling import excluded_by, is_finished, logprobs, next_law, processed_logits
+from tests.unit.engine.byte_oracle import (
+    EOS,
+    LENGTH,
+    PARAMS,
+    PROMPTS,
+    SPECULATION,
+    VOCAB,
+    Oracle,
+    params_of,
+    tokens,
+)
 
 WISHES: list[Any] = [
     None,
@@ -28,6 +40,23 @@ WISHES: list[Any] = [
     {"speculators": ["0-similar", "lookup"], "max_nodes": 9},
     {"verifier": "coupled", "expansion": [1, 1, 1, 1]},
 ]
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """Models whose tokens are bytes, for the oracle."""
+    folder = tmp_path_factory.mktemp("letters")
+    return write_tiny(folder, vocab_size=VOCAB, max_context=96, eos_token_id=EOS, spread=0.25)
+
+
+@pytest.fixture(scope="module")
+def oracle(letters: Tiny) -> Oracle:
+    return Oracle(letters)
+
+
+@pytest.fixture(scope="module")
+def llms(letters: Tiny) -> dict[str, LLM]:
+    return {name: letters.llm(**options) for name, options in SPECULATION.items()}
 
 
 @pytest.mark.parametrize("name", PARAMS)
@@ -163,24 +192,6 @@ def test_under_mss_greedy_text_is_the_oracles_and_sampled_text_obeys_its_bans(
                 assert not any(is_finished(rules, said[:i]) for i in range(len(said)))
 
 
-def test_a_request_asks_for_its_own_speculation(llms: dict[str, LLM]) -> None:
-    llm = llms["both"]
-
-    def figures(wish: Any) -> Any:
-        params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, speculation=wish)
-        return llm.generate([PROMPTS[0]], params)[0].figures
-
-    off = figures(False)
-    assert (off.drafted_tokens, off.tokens_per_step) == (0, 1.0)
-    assert set(figures({"speculators": "0-similar"}).proposed_by) == {"0-similar"}
-    assert set(figures({"speculators": ["lookup", "1-stranger"]}).proposed_by) <= {"lookup", "1-stranger"}
-    small = figures({"max_nodes": 3})
-    assert 0 < small.drafted_tokens <= 2 * small.steps
-    wide = figures({"speculators": ["1-stranger"], "expansion": "3,2"})
-    assert wide.drafted_tokens == pytest.approx(9 * wide.steps, abs=18)  # 3 + 6 nodes, fewer near the end
-    assert len(wide.drafted_per_depth) == 2
-
-
 def test_each_requests_processors_are_made_once(llms: dict[str, LLM], monkeypatch: Any) -> None:
     made: list[str] = []
     processors = Admission.processors
@@ -198,3 +209,108 @@ def test_an_end_of_text_id_beyond_the_logits_is_never_chosen_anyway(tmp_path: Pa
     llm = write_tiny(tmp_path, vocab_size=VOCAB, eos_token_id=VOCAB + 3).llm()
     (output,) = llm.generate([PROMPTS[0]], SamplingParams(min_tokens=2, max_tokens=4, seed=1))
     assert len(output.token_ids) == 4
+
+
+@pytest.mark.parametrize("speculation", SPECULATION)
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        # The last letter of the only choice is not allowed.
+        ({"choice": ["abc"], "allowed_token_ids": [97, 98, EOS]}, "ab"),
+        # The only possible next token would complete a bad word.
+        ({"choice": ["abcabcx"], "bad_words": ["cx"]}, "abcabc"),
+        # The text is complete, and may not end yet.
+        ({"choice": ["aab"], "min_tokens": 5}, "aab"),
+    ],
+)
+def test_a_dead_end_in_mid_text_keeps_what_was_said_and_stops_no_other(
+    llms: dict[str, LLM], oracle: Oracle, speculation: str, params: dict[str, Any], said: str
+) -> None:
+    failing, fine = SamplingParams(seed=1, max_tokens=LENGTH, **params), params_of("all of them")
+    prediction = replace(failing, prediction=said + "abc")
+    requests = [fine, failing, fine, prediction]
+    outputs = llms[speculation].generate([PROMPTS[0]] * 4, requests)
+    expected = oracle.text(PROMPTS[0], fine)
+    assert [list(output.token_ids) for output in outputs[::2]] == [expected, expected]
+    for output in outputs[1::2]:
+        assert (output.finish_reason, output.text) == (FinishReason.ERROR, said)
+        assert output.error.startswith("choice and ")
+        assert f"leave no token to choose after {len(said)} tokens; relax one of them" in output.error
+        assert not output.internal_error
+    assert_idle(llms[speculation])
+
+
+def reported(row: list[float], chosen: int, top: int) -> dict[int, tuple[float, int]]:
+    """Token -> (log-probability, rank): the chosen one, then the likeliest."""
+    order = sorted((t for t in range(VOCAB) if row[t] > -math.inf), key=lambda t: (-row[t], t))
+    ids = dict.fromkeys([chosen, *order[:top]])
+    return {t: (row[t], 1 + sum(x > row[t] for x in row)) for t in ids}
+
+
+def assert_reports(got: Logprobs | None, expected: dict[int, tuple[float, int]], letters: Tiny) -> None:
+    assert list(got) == list(expected)
+    for token, (value, rank) in expected.items():
+        assert got[token].logprob == pytest.approx(value, abs=1e-5)
+        assert (got[token].rank, got[token].text) == (rank, letters.tokenizer.text_of(token))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("limits", [{}, {"max_step_tokens": 7, "max_batch_size": 4}])
+@pytest.mark.parametrize("speculation", ["none", "both"])
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+@pytest.mark.parametrize(
+    "name", ["nothing", "temperature, filters", "frequency_penalty", "bad_words", "choice"]
+)
+def test_logprobs_are_the_oracles(
+    letters: Tiny, oracle: Oracle, name: str, mode: str, speculation: str, limits: dict[str, int]
+) -> None:
+    params = params_of(name, logprobs=3, prompt_logprobs=2, logprobs_mode=mode)
+    for prompt, output in zip(
+        PROMPTS, letters.llm(**{**SPECULATION[speculation], **limits}).generate(PROMPTS, params), strict=True
+    ):
+        text = (*prompt, *output.token_ids)
+        assert output.prompt_logprobs[0] is None
+        assert len(output.prompt_logprobs) == len(prompt)
+        for i in range(1, len(prompt)):
+            expected = reported(logprobs(oracle.row(text[:i])), text[i], 2)
+            assert_reports(output.prompt_logprobs[i], expected, letters)
+        assert len(output.logprobs) == len(output.token_ids)
+        rules = oracle.rules(prompt, params)
+        for i, token in enumerate(output.token_ids):
+            row = oracle.row((*prompt, *output.token_ids[:i]))
+            if mode == "processed":
+                processed = processed_logits(row, rules, output.token_ids[:i])
+                if params.greedy:
+                    row = logprobs(processed)
+                else:
+                    law = next_law(row, rules, output.token_ids[:i])
+                    row = [math.log(p) if p > 0 else -math.inf for p in law]
+            else:
+                row = logprobs(row)
+            assert_reports(output.logprobs[i], reported(row, token, 3), letters)
+
+
+@pytest.mark.thorough
+def test_asking_for_logprobs_changes_no_text(llms: dict[str, LLM]) -> None:
+    for name in PARAMS:
+        plain = llms["both"].generate(PROMPTS, params_of(name))
+        asked = llms["both"].generate(PROMPTS, params_of(name, logprobs=0, prompt_logprobs=0))
+        assert tokens(asked) == tokens(plain)
+        assert all(len(found) == 1 for o in asked for found in o.logprobs or ())
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_step_tokens": 7, "max_batch_size": 4}])
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_a_prompt_is_scored_as_a_plain_pass_scores_it(
+    letters: Tiny, oracle: Oracle, max_tokens: int, limits: dict[str, int]
+) -> None:
+    params = params_of("nothing", max_tokens=max_tokens, prompt_logprobs=1, n=2)
+    outputs = letters.llm(**{**SPECULATION["both"], **limits}).generate(PROMPTS, params)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        for one in output.outputs:
+            assert len(one.token_ids) == max_tokens
+            assert len(one.prompt_logprobs) == len(prompt)
+            assert one.prompt_logprobs[0] is None
+            for i in range(1, len(prompt)):
+                expected = reported(logprobs(oracle.row(tuple(prompt[:i]))), prompt[i], 1)
+                assert_reports(one.prompt_logprobs[i], expected, letters)

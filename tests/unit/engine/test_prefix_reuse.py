@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from specinfer.engine import kv_blocks
 from specinfer.engine.admission import AdmittedRequest
+from specinfer.engine.changing_text import ChangingText
 from specinfer.llm import LLM
 from specinfer.request import PrefixMiss, Request, RequestOutput
 from specinfer.sampling_params import SamplingParams
@@ -97,14 +98,6 @@ def test_completions_of_one_prompt_compute_it_once(tiny: Tiny) -> None:
     (alone,) = tiny.llm(prefix_reuse=False).generate(SYSTEM, params)
     assert texts(list(output.outputs)) == texts(list(alone.outputs))
     assert len(set(texts(list(output.outputs)))) == 4
-
-
-def test_requests_that_come_together_wait_for_the_first_also_when_it_reads_in_chunks(tiny: Tiny) -> None:
-    llm = tiny.llm(block_size=4, max_step_tokens=5, max_batch_size=4)
-    prompts = [SYSTEM, [*SYSTEM, 8], [40, 41, 42], SYSTEM]
-    outputs = llm.generate(prompts, GREEDY)
-    assert cached(outputs) == [0, 16, 0, 16]
-    assert texts(outputs) == [tuple(slow_generate(tiny.target, p, GREEDY)) for p in prompts]
 
 
 def test_salts_keep_requests_apart(tiny: Tiny) -> None:
@@ -264,3 +257,26 @@ def test_whatever_is_shared_preempted_or_aborted_texts_and_blocks_stay_right(
     while engine.has_work:
         steps(1)
     assert not present
+
+
+FIXED = [*range(100, 300)]
+
+
+def test_a_short_text_that_changes_three_times_in_a_row_is_noticed_once() -> None:
+    for name, prompts, expected in (
+        ("a date", [[7, number, *FIXED] for number in range(6)], [3]),
+        ("a date of other lengths", [[7, *[9] * number, *FIXED] for number in range(6)], [3]),
+        ("the same", [[7, *FIXED]] * 6, []),
+        ("another text", [[number] * 200 for number in range(6)], []),
+        ("too short a rest", [[7, number, *FIXED[:60]] for number in range(6)], []),
+        ("interrupted", [[1, *FIXED], [2, *FIXED], [3, *FIXED], [5] * 99, [4, *FIXED], [6, *FIXED]], []),
+    ):
+        watch = ChangingText()
+        assert [i for i, prompt in enumerate(prompts) if watch.see(b"", prompt)] == expected, name
+
+
+def test_a_bounded_number_of_beginnings_is_watched() -> None:
+    watch = ChangingText()
+    for number in range(10_000):
+        watch.see(b"%d" % number, FIXED)
+    assert len(watch._seen) == 64

@@ -12,15 +12,13 @@ from specinfer import LLM, SamplingParams
 from specinfer.request import Delta
 from specinfer.runtime.flight import Flight
 from specinfer.verify.logprobs import PromptLogprobs
-from tests.engines import Tiny, engine_of, runner_of, write_tiny
+from tests.engines import Tiny, engine_of, runner_of, tiny_of
 
 LONG = [(7 * i) % 60 for i in range(300)]
 ROWS = 32  # of a step
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=64, max_context=512)
+tiny = tiny_of(vocab_size=64, max_context=512)
 
 
 def params(**more: Any) -> SamplingParams:

@@ -236,25 +236,33 @@ def test_a_lost_block_is_written_for_the_next_text_that_finds_it(
         assert llm.statistics().prompt_store["read"] == len(written)
 
 
+def hybrid(tiny: Tiny, store: Path, drafts: Sequence[str] = ()) -> LLM:
+    """An engine whose models have recurrent states."""
+    models = counting(tiny.tokenizer)
+    named = {f"{i}-{name}": getattr(models, name) for i, name in enumerate(drafts)}
+    loaded = Models(models.target, models.tokenizer, named, origin={"model": "counting"})
+    options = {**ENGINE, "block_size": 4, "prompt_store": store, "drafts": drafts}
+    return LLM.from_models(EngineConfig.from_options("m", options), loaded)
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+RECURRENT = [i % 61 for i in range(50)]  # a prompt
+
+
 @pytest.mark.parametrize("fault", ["full", "slow"])
 def test_lost_states_are_written_for_the_next_text_that_finds_them(
     tiny: Tiny, tmp_path: Path, fault: str
 ) -> None:
-    models = counting(tiny.tokenizer)
-    loaded = Models(models.target, models.tokenizer, {}, origin={"model": "counting"})
-    config = EngineConfig.from_options("m", {**ENGINE, "block_size": 4, "prompt_store": tmp_path})
-    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    prompt = [i % 61 for i in range(50)]
     found: list[int] = []
     for faults in ((fault, None), (None,)):  # two engines
-        with LLM.from_models(config, loaded) as llm:
+        with hybrid(tiny, tmp_path) as llm:
             for one in faults:
                 with pytest.MonkeyPatch.context() as lossy:
                     if one is not None:
                         losing(one, lossy)
-                    (output,) = llm.generate([prompt], greedy)
+                    (output,) = llm.generate([RECURRENT], GREEDY)
                     wait_written(llm)
-                assert list(output.token_ids) == recurrent_answer(prompt, 12)
+                assert list(output.token_ids) == recurrent_answer(RECURRENT, 12)
                 found.append(output.cached_tokens)
     assert found == [0, 48, 48]
 
@@ -391,16 +399,11 @@ def test_engines_with_other_numbers_share_no_file(model: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("drafts", [(), ("similar",)])
 def test_states_of_hybrids_are_found_again(tiny: Tiny, tmp_path: Path, drafts: Sequence[str]) -> None:
-    models = counting(tiny.tokenizer)
-    named = {f"{i}-{name}": getattr(models, name) for i, name in enumerate(drafts)}
-    loaded = Models(models.target, models.tokenizer, named, origin={"model": "counting"})
-    options = {**ENGINE, "block_size": 4, "prompt_store": tmp_path, "drafts": drafts}
-    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    prompt = [i % 61 for i in range(50)]
-    turns = [prompt, [*prompt, *recurrent_answer(prompt, 12), 5], [*prompt[:48], 7, 7]]
+    second = [*RECURRENT, *recurrent_answer(RECURRENT, 12), 5]
+    turns = [RECURRENT, second, [*RECURRENT[:48], 7, 7]]
     for turn, expected in zip(turns, (0, 60, 48), strict=True):  # one engine each
-        with LLM.from_models(EngineConfig.from_options("m", options), loaded) as llm:
-            (output,) = llm.generate([turn], greedy)
+        with hybrid(tiny, tmp_path, drafts) as llm:
+            (output,) = llm.generate([turn], GREEDY)
             llm.check_integrity()
         assert (list(output.token_ids), output.cached_tokens) == (recurrent_answer(turn, 12), expected)
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from specinfer import LLM, LoRARequest, SamplingParams
-from tests.adapters import merge, write_adapter
+from specinfer import LLM, SamplingParams
 from tests.engines import ENGINE, assert_idle
 from tests.heads import tiny_head, write_tiny_head
 from tests.kernels import kernels
@@ -50,10 +49,10 @@ def opened(folder: Path, target: str = "hybrid", *drafts: str, **options: Any) -
     return LLM(folder / target, **{**how, "drafts": named, **options})
 
 
-def texts(llm: LLM, **how: Any) -> list[tuple[int, ...]]:
+def texts(llm: LLM) -> list[tuple[int, ...]]:
     """Return the texts of an engine that is then closed; each prompt is given twice."""
     with llm:
-        found = [[out.token_ids for one in PARAMS for out in llm.generate(PROMPTS, one, **how)] for _ in "12"]
+        found = [[out.token_ids for one in PARAMS for out in llm.generate(PROMPTS, one)] for _ in "12"]
         assert found[0] == found[1]
         assert_idle(llm)
         assert llm.statistics().failures == {}
@@ -84,23 +83,6 @@ def test_a_hybrid_as_its_own_draft(folder: Path, dtype: str) -> None:
     for quantization in ("none", "int8"):
         how = {"dtype": dtype, "quantization": quantization}
         assert texts(opened(folder, "hybrid", "self", **how)) == texts(opened(folder, **how))
-
-
-def test_adapters(folder: Path, tmp_path: Path) -> None:
-    """Matrices of attention and MLPs; tests/parity has those of recurrent blocks."""
-    targets = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-    adapter = write_adapter(tmp_path / "one", folder / "hybrid", targets=targets, spread=0.1)
-    merge(folder / "hybrid", adapter, tmp_path / "merged", scale=2)
-    want, plain = texts(opened(tmp_path, "merged")), texts(opened(folder))
-    assert want != plain
-    for drafts in ((), ("hybrid-draft",)):
-        llm = opened(folder, "hybrid", *drafts, lora={"one": str(adapter)})
-        assert texts(llm, lora_request=LoRARequest("one", 1, adapter)) == want
-    with opened(folder, "hybrid", lora={"one": str(adapter)}) as llm:  # beside requests without
-        for params, ours, theirs in zip(PARAMS, (want[:5], want[5:]), (plain[:5], plain[5:]), strict=True):
-            both = [LoRARequest("one", 1, adapter)] * 5 + [None] * 5
-            found = [out.token_ids for out in llm.generate(PROMPTS * 2, params, lora_request=both)]
-            assert found == [*ours, *theirs]
 
 
 @pytest.mark.parametrize("plan", [Planned(), Planned((1,), 3), Planned(self_draft=True)], ids=str)

@@ -13,10 +13,14 @@ from specinfer.tokenizer import Tokenizer
 from tests.engines import Tiny
 from tests.switched import RECURRENT, SWITCHED, switched_tiny
 from tests.tiny_models import write_tiny_llama
-from tests.unit.engine.byte_oracle import EOS, PARAMS, PROMPTS, SPECULATION, VOCAB, Oracle, params_of, tokens
-from tests.unit.engine.test_parameters_logprobs import test_a_prompt_is_scored_as_a_plain_pass_scores_it
+from tests.unit.engine.byte_oracle import EOS, PARAMS, PROMPTS, VOCAB, Oracle, params_of, tokens
+from tests.unit.engine.test_parameters import llms, oracle, test_a_prompt_is_scored_as_a_plain_pass_scores_it
 
-__all__ = ["test_a_prompt_is_scored_as_a_plain_pass_scores_it"]  # with the models of this file
+__all__ = [
+    "llms",
+    "oracle",
+    "test_a_prompt_is_scored_as_a_plain_pass_scores_it",
+]  # with the models of this file
 
 
 def lettered(name: str) -> ModelConfig:
@@ -30,16 +34,6 @@ def letters(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder: Path = tmp_path_factory.mktemp("letters")
     write_tiny_llama(folder, vocab_size=VOCAB, eos_token_id=EOS, tokenizer=True)
     return switched_tiny(lettered(request.param), Tokenizer.load(folder))
-
-
-@pytest.fixture(scope="module")
-def oracle(letters: Tiny) -> Oracle:
-    return Oracle(letters)
-
-
-@pytest.fixture(scope="module")
-def llms(letters: Tiny) -> dict[str, LLM]:
-    return {name: letters.llm(**options) for name, options in SPECULATION.items()}
 
 
 @pytest.mark.few(1)

@@ -7,13 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pytest
 
 from specinfer import SamplingParams
 from specinfer.processors.pipeline import Processors
 from specinfer.processors.thinking import ThinkingState
 from specinfer.sampling_params import ThinkingBudget
-from tests.engines import Tiny, write_tiny
+from tests.engines import Tiny, tiny_of
 
 VOCAB, END = 128, 5
 TIGHT = {0x3E: -100.0}  # the model itself never closes
@@ -24,9 +23,7 @@ def budget(tokens: int, **more: Any) -> ThinkingBudget:
     return ThinkingBudget(tokens=tokens, open="<<", close=">>", ending=tuple(b">>"), **more)
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=VOCAB, max_context=96, eos_token_id=END)
+tiny = tiny_of(vocab_size=VOCAB, max_context=96, eos_token_id=END)
 
 
 def test_the_place_at_which_thinking_has_to_end() -> None:

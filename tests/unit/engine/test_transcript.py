@@ -1,14 +1,16 @@
-"""Text, stop conditions and figures of one request."""
+"""Text, stop conditions and figures of one request, and the search for its stop strings."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specinfer.engine.transcript import Transcript
+from specinfer.engine.transcript import StopStrings, Transcript
 from specinfer.request import FinishReason, Request
 from specinfer.sampling_params import SamplingParams
 from specinfer.tokenizer import Tokenizer
@@ -32,11 +34,11 @@ def transcript(tokenizer: Tokenizer, **params: Any) -> Transcript:
     return Transcript(request, tokenizer, ending=ending, max_context=100, now=0.0)
 
 
-def say(t: Transcript, text: str | bytes) -> list[str]:
-    """Commit one token per byte until the request ends; the pieces a stream would show."""
+def say(t: Transcript, text: str | Sequence[int]) -> list[str]:
+    """Commit tokens, one per byte of a text, until the request ends; the pieces a stream would show."""
     pieces = []
-    for byte in text.encode() if isinstance(text, str) else text:
-        t.commit(single_node(0), Acceptance((), byte), now=1.0)
+    for token in text.encode() if isinstance(text, str) else text:
+        t.commit(single_node(0), Acceptance((), token), now=1.0)
         pieces.append(t.delta().text)
         if t.finish_reason is not None:
             break
@@ -89,10 +91,8 @@ def test_a_special_token_is_shown_to_whom_asked(tmp_path: Path) -> None:
     token = tokenizer.special_id("<s>")
     texts = []
     for visible in ((), (token,)):
-        t = transcript(tokenizer, visible_token_ids=visible)
-        for said in (ord("a"), token, ord("b")):
-            t.commit(single_node(0), Acceptance((), said), now=1.0)
-        texts.append(t.delta().text)
+        said = [ord("a"), token, ord("b")]
+        texts.append("".join(say(transcript(tokenizer, visible_token_ids=visible), said)))
     assert texts == ["ab", "a<s>b"]
 
 
@@ -126,15 +126,9 @@ def test_a_stop_string_may_have_names_of_special_tokens(tmp_path: Path) -> None:
                 if stopped_by not in named:
                     continue
                 kept = named[: named.index(stopped_by)]
-            params = SamplingParams(
-                stop=stop, include_stop_str_in_output=included, visible_token_ids=visible, temperature=0
-            )
-            request = Request("r", (65,), params, seed=0)
-            t = Transcript(request, tokenizer, ending=frozenset({257}), max_context=100, now=0.0)
-            pieces = []
-            while t.finish_reason is None:
-                t.commit(single_node(0), Acceptance((), tokens[t.num_output]), now=1.0)
-                pieces.append(t.delta().text)
+            shows = {"include_stop_str_in_output": included, "visible_token_ids": visible}
+            t = transcript(tokenizer, stop=stop, stop_token_ids=(257,), **shows)
+            pieces = say(t, tokens)
             assert (t.finish_reason, t.output().stopped_by) == (FinishReason.STOP, stopped_by), case
             assert t.output().text == kept + (stopped_by or "") * included, case
             assert "".join(pieces) == t.output().text, case
@@ -179,10 +173,77 @@ def test_a_stop_string_in_the_middle_of_a_token_ends_the_text_there(tmp_path: Pa
     special = tokenizer.special_id("<s>")
     assert special is not None
     for included, text in ((False, "a"), (True, "a<")):
-        params = SamplingParams(
-            temperature=0, stop="<", include_stop_str_in_output=included, visible_token_ids=(special,)
-        )
-        t = Transcript(Request("r", (65,), params, 0), tokenizer, ending=frozenset(), max_context=9, now=0.0)
-        for token in (ord("a"), special):
-            t.commit(single_node(0), Acceptance((), token), now=1.0)
-        assert (t.delta().text, t.finish_reason) == (text, FinishReason.STOP)
+        shows = {"include_stop_str_in_output": included, "visible_token_ids": (special,)}
+        t = transcript(tokenizer, stop="<", **shows)
+        assert "".join(say(t, [ord("a"), special])) == text
+        assert t.finish_reason is FinishReason.STOP
+
+
+def slow_held(text: str, strings: Sequence[str]) -> int:
+    """The longest end of the text that a string begins with, and is more than."""
+    return max(
+        (
+            n
+            for one in strings
+            for n in range(1, len(one))
+            if n <= len(text) and one.startswith(text[len(text) - n :])
+        ),
+        default=0,
+    )
+
+
+def slow_found(text: str, before: int, strings: Sequence[str]) -> tuple[int, int] | None:
+    """The first string that ends behind `before`: the one that begins first, then the shortest."""
+    found = [
+        (start, start + len(one))
+        for one in strings
+        for start in range(len(text) - len(one) + 1)
+        if text[start:].startswith(one) and start + len(one) > before
+    ]
+    return min(found, default=None)
+
+
+@pytest.mark.parametrize("letters", ["a", "ab", "abc"])
+def test_what_is_found_and_held_is_what_a_slow_search_says(letters: str) -> None:
+    draw = random.Random(letters)
+    for _ in range(300):
+        strings = ["".join(draw.choices(letters, k=draw.randint(1, 5))) for _ in range(draw.randint(0, 4))]
+        stops, text = StopStrings(strings), ""
+        for _ in range(12):
+            piece = "".join(draw.choices(letters, k=draw.randint(0, 4)))
+            text += piece
+            assert stops.feed(piece) == slow_found(text, len(text) - len(piece), strings), (strings, text)
+            assert stops.held == slow_held(text, strings), (strings, text)
+
+
+class Counted(str):
+    """A string that counts how often a character of it is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, place: object) -> str:
+        Counted.looks += 1
+        return super().__getitem__(place)  # type: ignore[index]
+
+
+def test_the_work_grows_with_the_text_and_not_with_its_square() -> None:
+    # Worst case: every character of the text may be a part of a long string.
+    strings = [Counted("a" * (1000 + number) + "b") for number in range(4)]
+    stops = StopStrings(strings)
+    looks = []
+    for _ in range(3):
+        Counted.looks = 0
+        for _ in range(2000):
+            assert stops.feed("a") is None
+        looks.append(Counted.looks)
+    assert max(looks) < 2000 * len(strings) * 4  # a few looks for each character and string in progress
+    assert stops.held == 1003
+
+
+def test_strings_that_are_not_begun_cost_nothing() -> None:
+    strings = [Counted(f"{chr(0x4E00 + number)} and so on") for number in range(5000)]
+    stops = StopStrings(strings)
+    Counted.looks = 0
+    assert stops.feed("plain text " * 1000) is None
+    assert Counted.looks == 0
+    assert stops.feed(f"x{chr(0x4E00 + 7)} and so on.") == (11001, 11012)

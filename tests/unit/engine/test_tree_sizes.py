@@ -15,7 +15,7 @@ from specinfer.request import RequestOutput
 from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.runner import ModelRunner
 from specinfer.speculate.policy.cost_policy import CostPolicy
-from tests.engines import Tiny, write_tiny
+from tests.engines import Tiny, tiny_of
 
 PROMPTS = [list(range(i, i + 9)) * 2 for i in range(6)]
 FREE = CostCurve((1, 1000), (1.0, 1.0))
@@ -31,9 +31,7 @@ CURVES = {
 SPECULATION = {"drafts": ("similar",), "lookup": True, "expansion": (2, 1, 2)}
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=32, max_context=128)
+tiny = tiny_of(vocab_size=32, max_context=128)
 
 
 def engine(

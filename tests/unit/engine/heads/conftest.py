@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from specinfer.heads.checkpoint import AnyHeadModel, HeadFolder, load_head
-from specinfer.kernels.choice import choose_kernels, draft_kernels
+from specinfer.heads.checkpoint import AnyHeadModel, HeadFolder
 from specinfer.models.open_model import open_model
-from tests.engines import CPU, Tiny, write_tiny
+from tests.engines import Tiny, write_tiny
 from tests.heads import tiny_head, write_tiny_head
-from tests.unit.engine.heads.head_engines import HEADS, AnyHead
+from tests.unit.engine.heads.head_engines import HEADS, AnyHead, load
 
 
 @pytest.fixture(scope="package")
@@ -26,13 +25,10 @@ def tiny(folder: Path) -> Tiny:
 
 @pytest.fixture(scope="package")
 def heads(folder: Path, tiny: Tiny) -> dict[str, AnyHeadModel]:
-    target = open_model(folder / "target")
-    loaded = {}
-    for number, (name, config) in enumerate(HEADS.items()):
-        written = write_tiny_head(tiny_head(config, seed=number), folder / f"head{number}")
-        head = HeadFolder(written, target.config, target)
-        loaded[name] = load_head(head, tiny.target, kernels=draft_kernels(choose_kernels("auto", CPU)[0]))
-    return loaded
+    return {
+        name: load(tiny, folder, write_tiny_head(tiny_head(config, seed=number), folder / f"head{number}"))[1]
+        for number, (name, config) in enumerate(HEADS.items())
+    }
 
 
 @pytest.fixture(scope="package")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,17 +14,19 @@ from specinfer.config import EngineConfig
 from specinfer.engine.models import Models
 from specinfer.engine.steps import TreeEvent
 from specinfer.heads.block import BlockHead
-from specinfer.heads.checkpoint import AnyHeadModel
+from specinfer.heads.checkpoint import AnyHeadModel, HeadFolder, load_head
 from specinfer.heads.config import HeadConfig
 from specinfer.heads.eagle import EagleHead
+from specinfer.kernels.choice import Kernels, choose_kernels, draft_kernels
 from specinfer.llm import LLM
+from specinfer.models.open_model import open_model
 from specinfer.request import RequestOutput
 from specinfer.runtime.batch import chain_rows
 from specinfer.runtime.runner import ModelRunner
 from specinfer.sampling_params import SpeculationParams
 from specinfer.tree import TokenTree
 from specinfer.tree.token_tree import draws_by_parent
-from tests.engines import ENGINE, Tiny
+from tests.engines import CPU, ENGINE, Tiny
 from tests.heads import block_config, eagle_config, tiny_body
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12], [3] * 37, [50, 2, 61, 7]]
@@ -31,13 +34,23 @@ AnyHead = EagleHead | BlockHead
 HEADS: dict[str, HeadConfig] = {
     "eagle": eagle_config(own_head=False),
     "eagle 3.1, two layers": eagle_config(
-        body=tiny_body(num_layers=2, bias=True), fc_norm=True, norm_output=True
+        body=tiny_body(num_layers=2, bias=True), fc_norm=True, norm_output=True, own_embedding=True
     ),
     "block": block_config(own_head=False),
     "block behind the last state": block_config(reads_last=True),
     "block, bidirectional": block_config(causal=False, sample_from_anchor=False, markov_rank=0),
 }
 SAMPLED = {"temperature": 0.8, "seed": 5}
+
+
+def load(
+    tiny: Tiny, folder: Path, written: Path, kernels: Kernels | None = None, **how: Any
+) -> tuple[HeadFolder, AnyHeadModel]:
+    """Open a written head of the target in `folder`, and load it."""
+    target = open_model(folder / "target")
+    head = HeadFolder(written, target.config, target)
+    kernels = kernels or draft_kernels(choose_kernels("auto", CPU)[0])
+    return head, load_head(head, tiny.target, kernels=kernels, **how)
 
 
 def engine(tiny: Tiny, head: AnyHeadModel | None, **options: Any) -> LLM:
@@ -69,6 +82,18 @@ def hidden_states(tiny: Tiny, text: list[int]) -> torch.Tensor:
     layers = range(tiny.target.config.num_layers + 1)
     flight = runner.launch([chain_rows(text, 0, [0], logits=True)], taps=layers)
     return torch.stack([flight.tapped([layer])[:, 0] for layer in layers], dim=1)
+
+
+def answered(
+    llm: LLM, tiny: Tiny, prompts: Sequence[list[int]], params: SamplingParams
+) -> Iterator[tuple[list[int], torch.Tensor, TokenTree]]:
+    """Answer prompts together; yield each tree behind the text before it and the states of the whole text."""
+    events: list[TreeEvent] = []
+    llm.on_tree = events.append
+    for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
+        hidden_TND = hidden_states(tiny, [*prompt, *output.token_ids])
+        for text, tree in trees_after(prompt, output, events):
+            yield text, hidden_TND, tree
 
 
 @torch.no_grad()

@@ -12,18 +12,16 @@ import torch
 from safetensors.torch import save_file
 
 from specinfer import SamplingParams
-from specinfer.engine.steps import TreeEvent
 from specinfer.errors import ModelError
-from specinfer.heads.checkpoint import HeadFolder, head_shapes, load_head
+from specinfer.heads.checkpoint import HeadFolder, head_shapes
 from specinfer.heads.layouts import head_config
-from specinfer.kernels.choice import choose_kernels, draft_kernels
 from specinfer.models.open_model import open_model
 from specinfer.speculation_config import Quantization
 from specinfer.tree.token_tree import draws_by_parent
-from tests.engines import CPU, Tiny, engine_of
+from tests.engines import Tiny
 from tests.heads import SIZE, VOCAB, change_head
 from tests.oracles.dflash2 import PlainHead
-from tests.unit.engine.heads.head_engines import PROMPTS, SAMPLED, engine, hidden_states, shaped, trees_after
+from tests.unit.engine.heads.head_engines import PROMPTS, SAMPLED, answered, engine, load, shaped
 
 OWN = {
     **{"block_size": 5, "mask_token_id": 1, "target_layer_ids": [0, 2]},
@@ -58,27 +56,20 @@ def write(folder: Path, **more: Any) -> tuple[Path, dict[str, torch.Tensor], dic
 def test_guesses_are_those_of_a_plain_head(tiny: Tiny, folder: Path, tmp_path: Path, more: Any) -> None:
     written, tensors, described = write(tmp_path / "head", **more)
     target = open_model(folder / "target")
-    head = HeadFolder(written, target.config, target)
     embedding = target.read_rows("model.embed_tokens.weight", 0, VOCAB).double().numpy()
     rows = embedding
     if "lm_head.weight" in target.shapes:
         rows = target.read_rows("lm_head.weight", 0, VOCAB).double().numpy()
     plain = PlainHead({k: v.double().numpy() for k, v in tensors.items()}, described, (embedding, rows))
-    kernels = draft_kernels(choose_kernels("auto", CPU)[0])
-    loaded = load_head(head, tiny.target, kernels=kernels)
-    events: list[TreeEvent] = []
     gaps = list[float]()
-    with engine(tiny, loaded, block_size=4) as llm:
-        engine_of(llm).listeners.on_tree = events.append
-        for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, shaped(8)), strict=True):
-            states = hidden_states(tiny, [*prompt, *output.token_ids]).double().numpy()
-            for text, tree in trees_after(prompt, output, events):
-                for parent, draws in draws_by_parent(tree.draws).items():
-                    taps = states[: len(text) - 1, [1, 3]]
-                    logits = plain.logits(text, taps, list(tree.path_tokens(parent)))
-                    law = np.exp(logits - logits.max())
-                    law /= law.sum()
-                    gaps += [abs(law[tree.token_ids[draw.node]] - draw.confidence) for draw in draws]
+    with engine(tiny, load(tiny, folder, written)[1], block_size=4) as llm:
+        for text, hidden_TND, tree in answered(llm, tiny, PROMPTS, shaped(8)):
+            taps = hidden_TND[: len(text) - 1, [1, 3]].double().numpy()
+            for parent, draws in draws_by_parent(tree.draws).items():
+                logits = plain.logits(text, taps, list(tree.path_tokens(parent)))
+                law = np.exp(logits - logits.max())
+                law /= law.sum()
+                gaps += [abs(law[tree.token_ids[draw.node]] - draw.confidence) for draw in draws]
     assert len(gaps) > 60
     assert max(gaps) < 1e-4
 
@@ -86,11 +77,8 @@ def test_guesses_are_those_of_a_plain_head(tiny: Tiny, folder: Path, tmp_path: P
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["none", "int8", "int4"])
 def test_texts_do_not_change(tiny: Tiny, folder: Path, tmp_path: Path, kind: Quantization) -> None:
-    target = open_model(folder / "target")
-    head = HeadFolder(write(tmp_path / "head")[0], target.config, target)
+    head, loaded = load(tiny, folder, write(tmp_path / "head")[0], quantization=kind, keep=False)
     assert 0 < head.weight_bytes(torch.float32, kind) <= head.weight_bytes(torch.float32)
-    kernels = draft_kernels(choose_kernels("auto", CPU)[0])
-    loaded = load_head(head, tiny.target, kernels=kernels, quantization=kind, keep=False)
     texts = []
     for draft in (None, loaded):
         with engine(tiny, draft) as llm:

@@ -15,8 +15,6 @@ from gguf.constants import GGMLQuantizationType
 from safetensors.torch import load_file
 
 from specinfer import SamplingParams
-from specinfer.config import EngineConfig
-from specinfer.engine.models import Models
 from specinfer.engine.steps import TreeEvent
 from specinfer.errors import ConfigError, ModelError
 from specinfer.heads.checkpoint import load_head
@@ -27,29 +25,21 @@ from specinfer.llm import LLM
 from specinfer.models.gguf import GGUFFile
 from specinfer.models.open_model import open_model
 from specinfer.models.weights import load_model
-from specinfer.progress import Progress
 from specinfer.runtime.batch import chain_rows
 from specinfer.speculation_config import OWN_HEAD, Quantization
-from specinfer.tokenizer import Tokenizer
 from specinfer.tree.token_tree import draws_by_parent
-from tests.engines import CPU, ENGINE, assert_idle, engine_of
+from tests.engines import CPU, ENGINE, assert_idle
 from tests.kernels import kernels
 from tests.mtp import LAYOUTS, alone, change, oracle, write_target
 from tests.oracles.mtp import MtpOracle
 from tests.parity.families import save_random
 from tests.parity.gguf_files import write_gguf
+from tests.ranks import llm_of
+from tests.shown import Lines
 from tests.states import StateRunner
 from tests.unit.engine.heads.head_engines import PROMPTS, SAMPLED, shaped, trees_after
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
-
-
-class Lines(Progress):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +53,7 @@ def gap(
 ) -> tuple[float, set[int]]:
     """The largest error of a guess's probability in an engine, and the depths of its trees."""
     events: list[TreeEvent] = []
-    engine_of(llm).listeners.on_tree = events.append
+    llm.on_tree = events.append
     (output,) = llm.generate([prompt], params)
     states_TD, largest, depths = states([*prompt, *output.token_ids]), 0.0, set[int]()
     for text, tree in trees_after(prompt, output, events):
@@ -144,24 +134,6 @@ def test_the_layer_is_used_without_an_option(targets: dict[str, Path]) -> None:
         assert [one.token_ids for one in llm.generate(PROMPTS, params)] == [one.token_ids for one in outputs]
 
 
-def test_requests_that_push_each_other_out_change_nothing(targets: dict[str, Path]) -> None:
-    prompts = [[(7 * i + j) % 64 for j in range(5 + 3 * i)] for i in range(6)]
-    params = [
-        SamplingParams(max_tokens=20, temperature=0.0 if i % 2 else 0.8, seed=i, ignore_eos=True)
-        for i in range(6)
-    ]
-    options = {**ENGINE, "block_size": 4, "max_context": 48, "lookup": True}
-    folder = str(targets["mimo"])
-    with LLM(folder, **options) as llm:
-        expected = [llm.generate([p], q)[0].token_ids for p, q in zip(prompts, params, strict=True)]
-        config = llm.models.target.config
-    slots = 4 * 2 * (config.num_layers + 1) * config.num_kv_heads * config.head_dim
-    with LLM(folder, **{**options, "kv_cache_memory": 26 * 4 * slots}, drafts=OWN_HEAD) as llm:
-        assert [one.token_ids for one in llm.generate(prompts, params)] == expected
-        assert llm.statistics().preemptions > 0
-        assert_idle(llm)
-
-
 def test_a_layer_in_a_folder_of_its_own_is_a_draft(targets: dict[str, Path], tmp_path: Path) -> None:
     for name in ("qwen3.5", "mimo"):
         head = alone(targets[name], tmp_path / name)
@@ -230,11 +202,9 @@ def test_texts_of_a_gguf_file(quantization: Quantization, targets: dict[str, Pat
     head = MtpFile(local_model("g", tmp_path / "m.gguf"), opened.config)
     assert head.fitting(quantization) == quantization
     draft = load_head(head, target, kernels=draft_kernels(used), quantization=quantization)
-    tokenizer = Tokenizer.load(local_model("t", targets["qwen3.5"]))
     texts = []
     for drafts in ({}, {"draft": draft}):
-        config = EngineConfig.from_options("tiny", {**ENGINE, "drafts": ("head",) * len(drafts)})
-        with LLM.from_models(config, Models(target, tokenizer, dict(drafts))) as llm:
+        with llm_of(target, targets["qwen3.5"], drafts) as llm:
             outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=16, **GREEDY))
             texts.append([one.token_ids for one in outputs])
     assert texts[0] == texts[1]

@@ -14,7 +14,7 @@ from specinfer.heads.checkpoint import AnyHeadModel
 from specinfer.llm import LLM
 from specinfer.plan import PlanEntry
 from specinfer.speculate.drafts.draft import CachedText, CachedTexts
-from tests.engines import ENGINE, Tiny, engine_of
+from tests.engines import ENGINE, Tiny
 from tests.unit.engine.heads.head_engines import shaped
 
 PROMPT = [(7 * i) % 61 for i in range(50)]  # 12 blocks of 4, and 2 tokens
@@ -49,7 +49,7 @@ def test_drafts_begin_behind_stored_rows(
             for _ in range(times):
                 starts.clear()
                 events: list[TreeEvent] = []
-                engine_of(llm).listeners.on_tree = events.append
+                llm.on_tree = events.append
                 (output,) = llm.generate([PROMPT], shaped(10))
         trees = [event.tree for event in events]
         return output.token_ids, [

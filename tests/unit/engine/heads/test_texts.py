@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specinfer import SamplingParams
+from specinfer.config import EngineConfig
+from specinfer.engine.models import Models
+from specinfer.errors import ConfigError, ModelError
 from specinfer.heads.checkpoint import AnyHeadModel
-from specinfer.tokenizer import Tokenizer
-from tests.engines import Tiny, assert_idle, slow_generate
-from tests.unit.engine.heads.head_engines import HEADS, PROMPTS, SAMPLED, engine
+from specinfer.llm import LLM
+from specinfer.runtime.cost_curve import CostCurve
+from tests.engines import ENGINE, Tiny, assert_idle, slow_generate
+from tests.unit.engine.heads.head_engines import HEADS, PROMPTS, SAMPLED, AnyHead, engine
 
 
 @pytest.mark.few(6)
@@ -59,17 +62,56 @@ def test_requests_that_come_and_go_change_nothing(
         assert_idle(llm)
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_a_form_is_kept(tiny: Tiny, heads: dict[str, AnyHeadModel], folder: Path, name: str) -> None:
-    """Heads know nothing of forms."""
-    tokenizer = Tokenizer.load(folder / "target")
-    tokenizer.eos_token_ids = frozenset({63})  # grammars need an end of text
-    tiny = replace(tiny, tokenizer=tokenizer)
-    for form in ({"allowed_token_ids": (4, 5, 6, 7, 40)}, {"regex": "[0-9 ,]{18}"}):
-        params = SamplingParams(max_tokens=24, temperature=0.7, seed=3, **form)  # type: ignore[arg-type]
-        with engine(tiny, None) as llm:
-            alone = llm.generate(PROMPTS, params)
-        with engine(tiny, heads[name]) as llm:
-            outputs = llm.generate(PROMPTS, params)
-        assert [one.token_ids for one in outputs] == [one.token_ids for one in alone], form
-        assert sum(one.figures.accepted_by.get("draft", 0) for one in outputs) > 0, form
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("quantization", "dtype", "kernels"),
+    [
+        ("none", "bfloat16", "auto"),
+        ("none", "float32", "torch"),
+        ("int8", "float32", "auto"),
+        ("int4", "bfloat16", "auto"),
+    ],
+)
+@pytest.mark.usefixtures("own_cache")  # of quantized matrices
+def test_a_folder_is_a_draft(
+    folder: Path, modules: dict[str, AnyHead], quantization: str, dtype: str, kernels: str
+) -> None:
+    heads = [str(folder / f"head{number}") for number in range(len(modules))]
+    options: dict[str, Any] = {**ENGINE, "dtype": dtype, "kernels": kernels}
+    params = SamplingParams(max_tokens=6, temperature=0)
+    with LLM(str(folder / "target"), **options) as llm:
+        (alone,) = llm.generate([PROMPTS[0]], params)
+    for _ in range(2):  # made, then read where they were kept
+        with LLM(str(folder / "target"), **options, drafts=heads, draft_quantization=quantization) as llm:
+            (output,) = llm.generate([PROMPTS[0]], params)
+        assert output.token_ids == alone.token_ids
+        assert set(output.figures.proposed_by) == {f"draft{i}" for i in range(1, 1 + len(heads))}
+
+
+def test_a_heads_pass_is_timed_behind_its_targets(
+    tiny: Tiny, heads: dict[str, AnyHeadModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: dict[object, object] = {}
+
+    def curve(runner: Any, *, behind: Any, **_: object) -> CostCurve:
+        timed[runner.model] = behind and behind.model
+        return CostCurve((1, 8), (1.0, 2.0))
+
+    monkeypatch.setattr("specinfer.engine.costs.cost_curve", curve)
+    named = {"a model": tiny.similar, "eagle": heads["eagle"], "block": heads["block"]}
+    config = EngineConfig.from_options("tiny", {**ENGINE, "drafts": tuple(named), "tree_size": "cost"})
+    LLM.from_models(config, Models(tiny.target, tiny.tokenizer, named)).close()
+    assert timed == {
+        tiny.target: None,
+        tiny.similar: None,
+        heads["eagle"]: tiny.target,
+        heads["block"]: tiny.target,
+    }
+
+
+@pytest.mark.usefixtures("heads")
+def test_what_heads_do_not_heed_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"draft_lora gives .*head0 an adapter, and it is a head; "):
+        LLM(str(folder / "target"), **ENGINE, drafts=[str(folder / "head0")], draft_lora="one")
+    with pytest.raises(ModelError, match="name it in drafts"):
+        LLM(str(folder / "head0"), **ENGINE)

@@ -1,4 +1,4 @@
-"""`drafts="auto"`: the draft that an engine takes by itself, and the starts without one."""
+"""Drafts by name: the automatic one, the starts without it, and a pool that stands for its members."""
 
 from __future__ import annotations
 
@@ -11,32 +11,25 @@ import pytest
 
 from specinfer.config import EngineConfig
 from specinfer.engine.automatic_draft import automatic_drafts
-from specinfer.engine.drafts import FoundModel
+from specinfer.engine.drafts import FoundModel, with_pool_members
 from specinfer.engine.loader import Loader
 from specinfer.engine.memory import MemoryNeeds, MemoryPlan
 from specinfer.errors import ConfigError, ModelError
 from specinfer.hub import resolve
 from specinfer.hub.known_drafts import local_drafts
+from specinfer.hub.model_files import write_pool
 from specinfer.llm import LLM
 from specinfer.models.language_model import LanguageModel
-from specinfer.progress import Progress
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculation_config import SpeculationConfig
 from tests.drafts_table import write_known_pair
 from tests.engines import ENGINE
 from tests.kernels import kernels
-from tests.tiny_models import write_byte_tokenizer
+from tests.shown import Lines
+from tests.tiny_models import write_byte_tokenizer, write_similar_llama, write_tiny_llama
 from tests.unit.engine.offloading import Planned
 
 PROMPT = list(range(3, 30))
-
-
-class Lines(Progress):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
 
 
 def started(target: Path, **options: object) -> tuple[LLM, str]:
@@ -210,3 +203,45 @@ def test_auto_is_the_only_name() -> None:
     assert SpeculationConfig(drafts="auto").drafts == ("auto",)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="drafts is auto, small; allowed with 'auto': no other name"):
         SpeculationConfig(drafts=("auto", "small"))
+
+
+OPTIONS = {**ENGINE, "max_context": 64}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, and a pool of two small models for it."""
+    folder = tmp_path_factory.mktemp("pools")
+    target = write_tiny_llama(folder / "target", tokenizer=True, eos_token_id=63)  # which grammars need
+    for number in (1, 2):
+        write_similar_llama(target, folder / "pool" / f"member{number}", noise=0.3, seed=number)
+    write_pool(folder / "pool", ["member1", "member2"])
+    return folder
+
+
+def config(folder: Path, *drafts: str) -> EngineConfig:
+    return EngineConfig.from_options(str(folder / "target"), {**OPTIONS, "drafts": drafts})
+
+
+def test_members_stand_where_their_pool_stood(folder: Path) -> None:
+    other = str(folder / "target")
+    wanted = config(folder, other, str(folder / "pool"))
+    members = [str(folder / "pool" / f"member{number}") for number in (1, 2)]
+    assert with_pool_members(wanted).speculation.drafts == (other, *members)
+    plain = config(folder, other)
+    assert with_pool_members(plain) is plain
+
+
+def test_the_text_is_the_same_with_a_pool(folder: Path) -> None:
+    params = SamplingParams(max_tokens=24, temperature=0.8, seed=4, regex="[0-9*/ ]{24}")
+    with LLM(config(folder)) as plain, LLM(config(folder, str(folder / "pool"))) as pooled:
+        expected = [one.token_ids for one in plain.generate(["2 * 3", "10 / 5"], params)]
+        outputs = pooled.generate(["2 * 3", "10 / 5"], params)
+        figures = [one.figures for one in outputs]
+        alone = pooled.variant(drafts=[str(folder / "pool" / "member2")])
+        again = [one.token_ids for one in alone.generate(["2 * 3", "10 / 5"], params)]
+        both = pooled.variant(drafts=[str(folder / "pool")])
+        assert both.config.speculation.drafts == pooled.config.speculation.drafts
+    assert [one.token_ids for one in outputs] == expected == again
+    for name in ("draft1", "draft2"):
+        assert sum(one.accepted_by.get(name, 0) for one in figures) > 0

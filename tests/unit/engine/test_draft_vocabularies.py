@@ -1,13 +1,11 @@
-"""Drafts with the target's tokens and logits for more ids than it has, or fewer: they need no exchange.
-
-Ids behind the last token are padding, as in Qwen2.5, whose small models have 151,936 and large ones 152,064.
-"""
+"""Drafts with another vocabulary, or with more or fewer ids: the text is the target's all the same."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,11 +15,70 @@ from specinfer import LLM, SamplingParams
 from specinfer.engine import drafts
 from specinfer.tree.token_tree import TokenTree
 from tests.engines import ENGINE, assert_idle
+from tests.foreign import write_foreign_llama
 from tests.tiny_models import write_similar_llama, write_tiny_llama
 
+PROMPTS = [[9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12], [3] * 37, [50, 2, 61, 7], [49, 50, 49, 50, 30]]
+SAMPLED = {"temperature": 0.8, "seed": 5}
+WORDS = ["12", "3333", "\x02\x01", "\x00\x00\x00"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("foreign")
+    target = write_tiny_llama(
+        folder / "target", vocab_size=64, max_context=96, tokenizer=True, eos_token_id=63
+    )
+    write_foreign_llama(target, folder / "draft", words=WORDS, lacks=[30, 60])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def guessing(folder: Path) -> LLM:
+    return LLM(str(folder / "target"), **cast(Any, {**ENGINE, "drafts": (str(folder / "draft"),)}))
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, SAMPLED, {**SAMPLED, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block_size": 4, "max_step_tokens": 20},
+        {"prefix_reuse": False, "kv_cache_memory": 90_000, "block_size": 4},
+        {"tree_size": "cost", "clock": "curve"},
+    ],
+    ids=["chunks", "little memory", "by cost"],
+)
+def test_the_text_is_that_of_the_target_alone(
+    guessing: LLM, sampling: dict[str, Any], options: dict[str, Any]
+) -> None:
+    params = SamplingParams(max_tokens=24, **sampling)
+    # With a size of its own a request is guessed for, whatever that costs here.
+    guessed = replace(params, speculation={"expansion": (1, 2, 1)})
+    with guessing.variant(**options) as llm, guessing.variant(drafts=()) as plain:
+        alone = [output.token_ids for output in plain.generate(PROMPTS, params)]
+        for _ in range(2):  # the second run uses the first one's cache
+            outputs = llm.generate(PROMPTS, guessed)
+            assert [output.token_ids for output in outputs] == alone
+            proposed = sum(output.figures.proposed_by.get("draft", 0) for output in outputs)
+            accepted = sum(output.figures.accepted_by.get("draft", 0) for output in outputs)
+            assert proposed > 0
+            assert accepted > 0
+        assert_idle(llm)
+
+
+def test_multistep_sampling_takes_what_they_draw(guessing: LLM) -> None:
+    params = SamplingParams(**SAMPLED, max_tokens=16)
+    with guessing.variant(verifier="mss") as llm:
+        outputs = llm.generate(PROMPTS, params)
+        assert [output.token_ids for output in llm.generate(PROMPTS, params)] == [
+            output.token_ids for output in outputs
+        ]
+        assert sum(output.figures.accepted_by.get("draft", 0) for output in outputs) > 0
+    asked = SamplingParams(**SAMPLED, max_tokens=16, speculation={"verifier": "mss"})
+    assert all(output.error is None for output in guessing.generate(PROMPTS, asked))
+
+
 TOKENS = 64
-PROMPTS = [[9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12], [3] * 37, [50, 2, 61, 7]]
-SAMPLED = {"temperature": 0.9, "seed": 5}
 SIZES = pytest.mark.parametrize(("target", "draft"), [(64, 72), (72, 64), (72, 80), (80, 72)])
 
 
@@ -40,7 +97,11 @@ def padded(source: Path, folder: Path, size: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sizes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Targets and drafts with the same tokens, and logits for more ids than there are tokens or fewer.
+
+    Ids behind the last token are padding: small models of Qwen2.5 have 151,936 ids and large ones 152,064.
+    """
     folder = tmp_path_factory.mktemp("padded")
     target = write_tiny_llama(folder / "target64", vocab_size=TOKENS, max_context=96, tokenizer=True)
     draft = write_similar_llama(target, folder / "draft64", noise=0.1)
@@ -67,11 +128,11 @@ def engine(folder: Path, target: int, draft: int, **options: Any) -> LLM:
     ids=["greedy", "sampled", "processed", "multi-step"],
 )
 def test_the_text_is_the_targets_and_guesses_are_its_ids(
-    folder: Path, target: int, draft: int, sampling: dict[str, Any]
+    sizes: Path, target: int, draft: int, sampling: dict[str, Any]
 ) -> None:
     params = SamplingParams(max_tokens=32, **sampling)
     trees: list[TokenTree] = []
-    with engine(folder, target, draft) as llm, llm.variant(drafts=()) as plain:
+    with engine(sizes, target, draft) as llm, llm.variant(drafts=()) as plain:
         assert llm.models.foreign == {}
         llm.on_tree = lambda event: trees.append(event.tree)
         outputs = llm.generate(PROMPTS, params)
@@ -85,14 +146,14 @@ def test_the_text_is_the_targets_and_guesses_are_its_ids(
     assert max(guessed) < min(target, draft)
 
 
-def test_a_shortlist_of_logits_changes_guesses_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shortlist_of_logits_changes_guesses_alone(sizes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text of the first tokens begins with guesses among them; one with many others has any."""
     monkeypatch.setattr(drafts, "_SHORTLIST", 32)
     for target, draft in ((72, 64), (64, 64)):
         trees: list[TokenTree] = []
-        with engine(folder, target, draft) as llm, llm.variant(drafts=()) as plain:
+        with engine(sizes, target, draft) as llm, llm.variant(drafts=()) as plain:
             llm.on_tree = lambda event, trees=trees: trees.append(event.tree)
-            for prompt in PROMPTS[::2]:
+            for prompt in PROMPTS[:3:2]:
                 for sampling in ({"temperature": 0}, {**SAMPLED, "top_p": 0.9}):
                     params = SamplingParams(max_tokens=32, **sampling)
                     [output], [alone] = llm.generate([prompt], params), plain.generate([prompt], params)
@@ -102,10 +163,10 @@ def test_a_shortlist_of_logits_changes_guesses_alone(folder: Path, monkeypatch: 
         assert any(guesses), (target, draft)
 
 
-def test_ids_that_the_draft_lacks_are_read_all_the_same(folder: Path) -> None:
+def test_ids_that_the_draft_lacks_are_read_all_the_same(sizes: Path) -> None:
     prompt = [9, 70, 8, 79, 64, 7]
     params = SamplingParams(max_tokens=24, temperature=1.5, seed=3)
-    with engine(folder, 80, 64) as llm, llm.variant(drafts=()) as plain:
+    with engine(sizes, 80, 64) as llm, llm.variant(drafts=()) as plain:
         [output], [alone] = llm.generate([prompt], params), plain.generate([prompt], params)
         assert output.token_ids == alone.token_ids
         assert max(output.token_ids) >= TOKENS, "the target says some of them, too"
@@ -113,10 +174,10 @@ def test_ids_that_the_draft_lacks_are_read_all_the_same(folder: Path) -> None:
         assert_idle(llm)
 
 
-def test_a_draft_that_lacks_tokens_has_another_vocabulary(folder: Path, tmp_path: Path) -> None:
+def test_a_draft_that_lacks_tokens_has_another_vocabulary(sizes: Path, tmp_path: Path) -> None:
     """As where tokens were added to the target, and the draft has its tokenizer but was not resized."""
-    small = padded(folder / "draft64", tmp_path / "small", 60)
-    with LLM(str(folder / "target72"), **{**ENGINE, "drafts": (str(small),)}) as llm:
+    small = padded(sizes / "draft64", tmp_path / "small", 60)
+    with LLM(str(sizes / "target72"), **{**ENGINE, "drafts": (str(small),)}) as llm:
         assert len(llm.models.foreign["draft"].logit_ids) == 60
         [output] = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=16, temperature=0))
         [alone] = llm.variant(drafts=()).generate(PROMPTS[:1], SamplingParams(max_tokens=16, temperature=0))
