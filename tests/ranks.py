@@ -69,14 +69,6 @@ def await_no_followers() -> None:
     assert [one.as_dict(["pid", "status", "cmdline", "create_time"]) for one in followers()] == []
 
 
-def hurry(llm: LLM) -> None:
-    """Shorten rank 0's exchange timeout to one second."""
-    group = llm.models.target.group
-    group.limit = 1.0
-    if group.exchange is not None:
-        group.exchange.wait_at_most(1.0)
-
-
 def parts_of(quantization: Quantization, width: int) -> int:
     """Return the number of parts that sums have with `width` ranks."""
     return 1 if quantization == "int8" or width == 1 else PARTS

@@ -13,7 +13,6 @@ from specinfer import LLM
 from tests.parity.families import save_random
 from tests.ranks import INT8, token_ids_of
 from tests.tiny_models import write_similar_llama, write_tiny_llama
-from tests.unit.parallel.hosts import Hosts
 
 Saved: TypeAlias = Callable[..., Path]
 
@@ -47,14 +46,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def plain(folder: Path, cache: None) -> list[list[int]]:
     with LLM(folder / "target", **INT8) as llm:
         return token_ids_of(llm)
-
-
-@pytest.fixture
-def hosts(folder: Path, cache: None, tmp_path: Path) -> Iterator[Hosts]:
-    hosts = Hosts(folder, tmp_path)
-    yield hosts
-    print(hosts.says())
-    hosts.close()
 
 
 @pytest.fixture(scope="session")

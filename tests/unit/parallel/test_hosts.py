@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,10 +27,74 @@ from specinfer.kernels.choice import TORCH
 from specinfer.models.open_model import open_model
 from specinfer.models.weight_sizes import estimate_bytes
 from specinfer.parallel import launch, listener
-from tests.ranks import GREEDY, INT8, PROMPTS, await_no_followers, soon, token_ids_of
-from tests.unit.parallel.hosts import Hosts
+from tests.ranks import GREEDY, INT8, PROMPTS, await_no_followers, followers, soon, token_ids_of
 
 pytestmark = [pytest.mark.usefixtures("forked"), pytest.mark.thorough]
+
+
+class Hosts:
+    """Followers, each as on a separate host, and the options of their engine."""
+
+    def __init__(self, folder: Path, tmp_path: Path) -> None:
+        # The bound socket reserves the port, and no program listens on it.
+        self._kept = socket.socket()
+        self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._kept.bind(("127.0.0.1", 0))
+        self.port = self._kept.getsockname()[1]
+        self.master = f"127.0.0.1:{self.port}"
+        self.key = tmp_path / "key"
+        self.key.touch(0o600)
+        self.key.write_text("a key that is long enough\n")
+        self.options: dict[str, Any] = {
+            **INT8,
+            "tensor_parallel": 2,
+            "master": self.master,
+            "key_file": str(self.key),
+        }
+        # The same files elsewhere, and newer.
+        self.model = Path(
+            shutil.copytree(folder / "target", tmp_path / "there", copy_function=shutil.copyfile)
+        )
+        self._log = tmp_path / "log"
+        self.begun: list[subprocess.Popen[bytes]] = []
+
+    def follow(self, rank: int = 1, count: int = 1, **more: Any) -> subprocess.Popen[bytes]:
+        """Start a follower, or several that share memory."""
+        given = {"model": self.model, "key": self.key, **more}
+        command = [sys.executable, "-m", "specinfer", "follow", str(given["model"]), "--rank", str(rank)]
+        command += ["--master", self.master, "--key-file", str(given["key"]), "--local-ranks", str(count)]
+        with self._log.open("ab") as log:
+            self.begun.append(subprocess.Popen(command, stdout=log, stderr=log))
+        return self.begun[-1]
+
+    def says(self) -> str:
+        """Return the log of all followers so far."""
+        return self._log.read_text() if self._log.exists() else ""
+
+    def workers(self) -> list[psutil.Process]:
+        """The processes that compute, in the order in which their followers started."""
+        found: list[psutil.Process] = []
+        for one in self.begun:
+            with suppress(psutil.NoSuchProcess):
+                found += followers(one.pid)
+        return found
+
+    def close(self) -> None:
+        """End them, and see that nothing is left."""
+        for one in self.begun:
+            one.terminate()
+        for one in self.begun:
+            one.wait(5)
+        with socket.create_server(("127.0.0.1", self.port)):
+            self._kept.close()
+
+
+@pytest.fixture
+def hosts(folder: Path, cache: None, tmp_path: Path) -> Iterator[Hosts]:
+    hosts = Hosts(folder, tmp_path)
+    yield hosts
+    print(hosts.says())
+    hosts.close()
 
 
 # About 5 s: a follower process serves two engines.

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -35,13 +34,9 @@ from tests.ranks import (
     SAMPLED,
     await_no_followers,
     followers,
-    hurry,
     soon,
     token_ids_of,
 )
-from tests.tiny_models import write_byte_tokenizer
-from tests.unit.parallel.conftest import Saved
-from tests.unit.parallel.test_texts import THOROUGH
 
 pytestmark = [pytest.mark.usefixtures("forked"), pytest.mark.thorough]
 _POPEN = subprocess.Popen  # before `forked` replaces it
@@ -94,21 +89,6 @@ def test_stages_say_what_one_process_says(
         assert len(followers()) == processes - 1
         assert token_ids_of(llm) == want
     assert f"target: {processes} ranks, 2 stages of 1 + 1 layers" in caplog.text
-    await_no_followers()
-
-
-@pytest.mark.parametrize("family", ["bamba", "gemma4"])
-def test_ranks_share_norms_over_all_heads_and_layers_that_differ(
-    family: str, saved: Saved, cache: None
-) -> None:
-    target = saved(family, **THOROUGH[family])
-    write_byte_tokenizer(target, 100)
-    for how in ({"quantization": "int8"}, {"quantization": "none", "sum_parts": 8}):
-        common: dict[str, Any] = {**ENGINE, **how}
-        with LLM(target, **common) as one:
-            want = token_ids_of(one)
-        with LLM(target, **{**common, "tensor_parallel": 2, "lookup": True}) as llm:
-            assert token_ids_of(llm) == want, how
     await_no_followers()
 
 
@@ -176,7 +156,10 @@ def test_a_lost_rank_ends_the_call_and_its_name_is_told(
     folder: Path, cache: None, layout: dict[str, int], rank: int, stopped: bool
 ) -> None:
     llm = LLM(folder / "target", **layout, **INT8)
-    hurry(llm)
+    group = llm.models.target.group
+    group.limit = 1.0  # seconds of an exchange
+    if group.exchange is not None:
+        group.exchange.wait_at_most(1.0)
     lost = sorted(followers(), key=lambda one: (one.create_time(), one.pid))[rank - 1]
     stream = llm.stream(PROMPTS[0], GREEDY)
     next(stream)
@@ -222,31 +205,6 @@ def test_a_rank_with_other_parts_of_sums_is_refused(
     with pytest.raises(ModelError, match=r"^rank 1 differs from rank 0 in sum_parts; all ranks must run"):
         LLM(folder / "target", tensor_parallel=2, **ENGINE)
     await_no_followers()
-
-
-def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
-    settings = {
-        **{"rank": 1, "model": str(tmp_path / "none"), "size": 2, "quantization": "int8", "dtype": "float32"},
-        **{
-            "native": False,
-            "native_attention": False,
-            "nontemporal": False,
-            "int8_cache": False,
-            "threads": 1,
-        },
-        **{"whole_table": False, "limit": 1.0, "bounds": [0, 2], "same_host": 2, "shared": False},
-        **{"sum_parts": 1, "drafts": [], "max_context": None, "keep": False},
-    }
-    begun, ended = Followers(FollowerProcesses(2, 1)), threading.Event()
-    begun.on_end = ended.set
-    begun.send_settings([settings])
-    for _ in range(2):  # its end does not replace the reason
-        with pytest.raises(ModelError, match=r"rank 1 cannot load the model: .* does not exist"):
-            begun.ready({})
-    assert ended.wait(5)
-    begun.close()
-    begun.wait()
-    assert not followers()
 
 
 def test_a_process_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,18 +106,22 @@ def test_texts_are_those_of_one_process_whoever_guesses(
         assert texts(target, "draft", max_batch_size=1, max_step_tokens=32) == want
 
 
+@pytest.mark.few(4)
+@pytest.mark.parametrize("family", ["llama-biases", "lfm2-biases", "qwen3.5", "nemotron-h"])
 @pytest.mark.parametrize("parts", [2, 3, 20])
 def test_a_pass_in_parts_has_the_bits_of_a_whole_one(
-    llama: Path, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, parts: int, saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taps = (4, 0, 2)
-    want = said(whole_model(llama, kernels("native"), tmp_path, quantization="int4", width=1), taps)
+    path = saved(family, **FAMILIES[family])
+    layers = open_model(path).config.num_layers
+    taps = (layers, 0, layers // 2)
+    want = said(whole_model(path, kernels("native"), tmp_path, quantization="int4", width=1), taps)
     monkeypatch.setattr(StageTimes, "parts", lambda self, rows, stages: min(rows, parts))
     for size, stages, kind in ((2, 2, "int4"), (3, 3, "int4"), (4, 2, "int8")):
         if kind == "int8":
-            want = said(whole_model(llama, kernels("native"), tmp_path), taps)
+            want = said(whole_model(path, kernels("native"), tmp_path), taps)
         how: dict[str, Any] = {"quantization": kind, "stages": stages}
-        with ranks_of(llama, size, kernels("native"), tmp_path, **how) as model:
+        with ranks_of(path, size, kernels("native"), tmp_path, **how) as model:
             assert all(map(torch.equal, said(model, taps), want)), (size, stages)
 
 

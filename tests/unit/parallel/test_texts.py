@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +23,7 @@ from specinfer.plan import StateCheckpoint, StateCounts, StateUse
 from specinfer.runtime.batch import Rows
 from specinfer.runtime.executor import Executor, Host
 from specinfer.runtime.runner import ModelRunner, Move
-from specinfer.runtime.sharded import passing_message
 from specinfer.speculation_config import Quantization
-from specinfer.transport.link import Link
 from tests.kernels import kernels
 from tests.ranks import CPU, llm_of, ranks_of, whole_model
 from tests.tiny_models import write_tiny_llama
@@ -232,21 +228,3 @@ def test_memory_is_for_the_caches_of_all_ranks(llama: Path, tmp_path: Path) -> N
     assert there.free == (1 << 19) - shared.num_blocks * block
     del shared
     assert there.free == 1 << 19
-
-
-def test_a_rank_refuses_a_message_that_does_not_fit(llama: Path, tmp_path: Path) -> None:
-    def run(say: Callable[[Link], object]) -> None:
-        with ranks_of(llama, 2, kernels("native"), tmp_path) as model:
-            runner = ModelRunner(model, num_blocks=1, block_size=8)
-            assert runner.forward([Rows((3,), 0, [0], 0)]).shape == (1, 64)
-            say(model.group._links[0])
-
-    rows, head = [Rows([5], 0, [1 << 20], 0)], (0x53504331).to_bytes(4, "little")
-    says: dict[str, Callable[[Link], object]] = {
-        "has 1048576": lambda link: link.send(passing_message(0, rows, 16, logits=False)),
-        "has 9 where": lambda link: link.send(array("i", [9, 9, 9]).tobytes()),
-        "has 4294967295 bytes": lambda link: os.write(link.number, head + b"\xff\xff\xff\xff"),
-    }
-    for line, say in says.items():
-        with pytest.raises(ValueError, match=line):
-            run(say)
