@@ -83,10 +83,10 @@ def engine(target: Path, **options: Any) -> EngineConfig:
 
 
 def outputs_with(
-    draft: Path, target: Path, *, prompts: Sequence[str] = ("2 * 3", "7 * 8"), temperature: float = 0.0
+    draft: Path, target: Path, *, prompts: Sequence[str] = ("2 * 3", "7 * 8")
 ) -> list[RequestOutput]:
     """Return the answers of a target with a draft; asserts that they are those without it."""
-    params = SamplingParams(max_tokens=20, temperature=temperature, seed=3)
+    params = SamplingParams(max_tokens=20, temperature=0.8, seed=3)
     config = engine(target)
     with LLM(config) as plain, LLM(config, drafts=[str(draft)], tree_size="fixed") as drafted:
         assert drafted.models.foreign == {}

@@ -1,4 +1,4 @@
-"""Ranks along held-out answers, level by level, against all logits at once."""
+"""Ranks along held-out answers against all logits at once, and an EAGLE head's rows in training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specinfer.models.open_model import open_model
 from specinfer.tune.dataset import TunedText, anchors_of, block_batch
 from specinfer.tune.draft import TrainableDraft, entries_of
 from specinfer.tune.evaluation import MAX_WIDTH, NOT_RANKED, rank_tokens
-from specinfer.tune.head_draft import BlockHeadDraft, BlockKind
+from specinfer.tune.head_draft import BlockHeadDraft, BlockKind, EagleHeadDraft, EagleKind
 from specinfer.tune.initial_head import new_head
 from specinfer.tune.small_model import SsmKind
 from tests.unit.tune.test_small_model import opened
@@ -54,3 +54,25 @@ def test_ranks_are_those_of_all_logits(kind: str, target: Path) -> None:
     assert found.token_ranks_PL.tolist() == expected
     early = sum(row[1] == NOT_RANKED for row in expected)
     assert 0 < early < len(expected), "some trees end early, some do not"
+
+
+def test_along_a_text_it_guesses_as_where_the_text_ends(target: Path) -> None:
+    """At an anchor within a text each level reads what it reads where there are no rows behind it."""
+    opened = open_model(target)
+    config = EagleKind(depth=3, vocabulary=48).config(opened.config)
+    head = new_head(config, opened, list(range(48)), 1)
+    chance = torch.Generator().manual_seed(2)
+    tokens = torch.randint(64, (12,), generator=chance)
+    taps = torch.randn(11, 3, opened.config.hidden_size, generator=chance)
+    text = TunedText(
+        tokens, 4, taps, torch.zeros(8, 4, dtype=torch.int64), torch.zeros(8, 4), key=1, held_out=False
+    )
+    places = torch.tensor([4, 6, 8])
+    with torch.no_grad():
+        batch = block_batch([text], [places], 3, torch.ones(taps.shape[1:]))
+        along_ALD = EagleHeadDraft(head, torch.ones(taps.shape[1:])).level_states(batch, 3)[0]
+        for number, place in enumerate(places.tolist()):
+            ids_TS = torch.stack([tokens[1 + step : 1 + step + place] for step in range(3)], dim=-1)
+            alone_LD = head(ids_TS[None], taps[None, :place])[0, -1]
+            assert (alone_LD - along_ALD[number]).abs().max() < 1e-5
+            assert batch.before_BAL[0, number].tolist() == ids_TS[-1].tolist()

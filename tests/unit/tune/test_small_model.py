@@ -13,12 +13,10 @@ from specinfer.errors import ModelError, TuneError
 from specinfer.hub import resolve
 from specinfer.models.open_model import open_model
 from specinfer.tokenizer import ChatEncoder, Tokenizer
-from specinfer.tune.dataset import Corpus
 from specinfer.tune.draft import Target
-from specinfer.tune.evaluation import held_out_texts, measure, read_draft
+from specinfer.tune.evaluation import read_draft
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.small_model import SsmKind
-from specinfer.tune.training import read_checkpoint
 from specinfer.tune.tuning import Tuning
 from tests.tiny_gguf import write_tiny_gguf
 from tests.tiny_models import write_tiny_llama
@@ -54,14 +52,7 @@ def tuned(chatting: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactor
     return out
 
 
-def test_it_learns_and_is_measured_as_it_was_written(tuned: Path, chatting: Path) -> None:
-    kept = read_checkpoint(tuned / "work" / "checkpoint.safetensors")
-    history = kept.state.history
-    assert history[-1]["loss"] < 0.9 * history[0]["loss"]  # type: ignore[operator]
-    texts = held_out_texts(Corpus(tuned / "work" / "shards"))
-    found = measure(read_draft(tuned, opened(chatting), KIND.depth), texts)
-    assert found.tokens_per_pass == pytest.approx(kept.state.best, abs=0.1)  # bfloat16 on disk
-    assert found.tokens_per_pass > 1.1
+def test_its_card_says_what_it_is(tuned: Path) -> None:
     card = (tuned / "README.md").read_text()
     assert "A small speculative model for target" in card
     assert "vocabulary | 64 of 64 tokens" in card

@@ -1,9 +1,15 @@
-"""Whole tunings of a tiny target: results, continued runs and early ends."""
+"""Whole tunings of a tiny target and of pools: results, continued runs, early ends, and kills."""
 
 from __future__ import annotations
 
 import errno
 import json
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +19,7 @@ import torch
 
 from specinfer.errors import ModelError, TuneError
 from specinfer.heads.checkpoint import HeadFolder
+from specinfer.hub.model_files import pool_members
 from specinfer.models.open_model import open_model
 from specinfer.tune import training
 from specinfer.tune.dataset import Corpus, TrainingSet
@@ -23,7 +30,18 @@ from specinfer.tune.prompts import read_prompts
 from specinfer.tune.small_model import SsmKind
 from specinfer.tune.training import read_checkpoint
 from specinfer.tune.tuning import TuneConfig, Tuning
-from tests.unit.tune.conftest import SHAPE, KilledError, outputs_with, run, ticking, tuning_of
+from tests.unit.tune.conftest import (
+    BLOCK,
+    SHAPE,
+    SSM,
+    KilledError,
+    dies_at,
+    outputs_with,
+    run,
+    ticking,
+    tuning,
+    tuning_of,
+)
 from tests.unit.tune.test_small_model import opened
 
 pytestmark = pytest.mark.thorough
@@ -31,8 +49,10 @@ pytestmark = pytest.mark.thorough
 _CHECKPOINT = "work/checkpoint.safetensors"
 
 
-@pytest.mark.parametrize("kind", [SHAPE, EagleKind(depth=3, vocabulary=48), MtpKind(depth=3)])
-def test_a_head_learns_and_is_exported_as_it_was_measured(
+@pytest.mark.parametrize(
+    "kind", [SHAPE, EagleKind(depth=3, vocabulary=48), MtpKind(depth=3), SsmKind(layers=2, depth=3)]
+)
+def test_a_draft_learns_and_is_exported_as_it_was_measured(
     target: Path, prompts: Path, tmp_path: Path, kind: Kind
 ) -> None:
     run(tuning_of(target, tmp_path / "head", minutes=4.0, kind=kind), prompts)
@@ -120,12 +140,6 @@ def test_a_later_worse_one_never_replaces_what_was_exported_before_a_kill(
     assert (kept.best, kept.places) == (best, 5)
     assert (config.out / "model.safetensors").read_bytes() == exported
     assert "makes 2.50 tokens per target pass" in (config.out / "README.md").read_text()
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_text_is_the_same_with_it(tuned: Path, target: Path, temperature: float) -> None:
-    outputs = outputs_with(tuned, target, temperature=temperature)
-    assert sum(output.figures.accepted_by.get("draft", 0) for output in outputs) > 0
 
 
 def test_a_run_in_two_parts_learns_what_one_run_learns(target: Path, prompts: Path, tmp_path: Path) -> None:
@@ -217,3 +231,119 @@ def test_a_damaged_checkpoint_is_told(target: Path, prompts: Path, tmp_path: Pat
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(TuneError, match=r"checkpoint.safetensors is damaged .*remove it"):
         run(replace(config, resume=True, minutes=3.0), prompts)
+
+
+_MINUTES = 0.06  # length of the first run, a third of it for collecting; each later run adds the same
+_PATIENCE = 120.0  # seconds until a run writes the file
+# Files after which a run is killed: its claim, its first draft, a checkpoint.
+_SEEN = ("work/tuning.json", "config.json", "work/checkpoint.safetensors")
+_SMALL = (
+    "--dtype float32 --kv-cache-memory 16MB --max-context 64 --max-tokens 8 --raw --vocabulary 32 --depth 3"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_who_is_killed_at_any_moment_goes_on_and_ends_with_a_draft(
+    target: Path, prompts: Path, tmp_path: Path
+) -> None:
+    moments, out, before, kills = random.Random(0), tmp_path / "head", 0, 0
+    for number, name in enumerate(_SEEN):
+        minutes = _MINUTES * (1 + number)
+        kills += _killed(_command(target, prompts, out, minutes), out / name, moments.uniform(0.0, 0.3))
+        if (out / "config.json").exists():
+            opened = open_model(target)
+            HeadFolder(out, opened.config).module(opened)  # whole, as the kill left it
+        steps = _steps(out)
+        assert steps >= before, "what a checkpoint had is not lost"
+        before = steps
+    assert before > 0
+    assert kills > 1, "most runs were not at their end"
+    ending = _command(target, prompts, out, _MINUTES * (1 + len(_SEEN)))
+    done = subprocess.run(ending, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"--draft {out}" in done.stdout
+    assert _steps(out) > before
+    assert "## What it is worth" in (out / "README.md").read_text()
+    [output] = outputs_with(out, target, prompts=["2 * 3"])
+    assert sum(output.figures.drafted_per_depth) > 0, "and it has guessed"
+
+
+def _command(target: Path, prompts: Path, out: Path, minutes: float) -> list[str]:
+    resume = ["--resume"] if (out / "work" / "tuning.json").exists() else []
+    named = ["--model", str(target), "--prompts", str(prompts), "--out", str(out), *_SMALL.split()]
+    return [sys.executable, "-m", "specinfer", "tune", *named, "--minutes", str(minutes), *resume]
+
+
+def _killed(command: list[str], seen: Path, later: float) -> bool:
+    """Kill a run `seconds` after it has written a file; return False if it ended before."""
+    old = _written(seen)
+    deadline = time.monotonic() + _PATIENCE
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            while _written(seen) == old:
+                assert process.poll() is None, "it ended by itself"
+                assert time.monotonic() < deadline, f"it has not written {seen.name}"
+                time.sleep(0.002)
+            time.sleep(later)
+        finally:
+            process.kill()
+    assert process.returncode in (-signal.SIGKILL, 0)
+    return process.returncode != 0
+
+
+def _written(path: Path) -> int:
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+def _steps(out: Path) -> int:
+    kept = out / "work" / "checkpoint.safetensors"
+    return read_checkpoint(kept).state.steps if kept.exists() else 0
+
+
+def pool_of(target: Path, out: Path, kind: Kind) -> TuneConfig:
+    """Every prompt is answered, however many answers a look at the clock finds."""
+    return tuning_of(target, out, minutes=2.5, collect_minutes=2.4, kind=kind, members=2)
+
+
+@pytest.mark.parametrize("kind", [SSM, BLOCK])
+def test_a_pool_guesses_more_than_its_members(
+    target: Path, prompts: Path, tmp_path: Path, kind: Kind
+) -> None:
+    outcome, lines = run(pool_of(target, tmp_path / "pool", kind), prompts)
+    found = pool_members(tmp_path / "pool")
+    assert outcome.figures.tokens_per_pass > 1
+    card = (tmp_path / "pool" / "README.md").read_text()
+    for number, folder in enumerate(("member1", "member2")):
+        line = f"{folder} does not pay and is left out of the pool"
+        assert (line in lines) is (number >= len(found))
+        assert (f"- {line}" in card) is (number >= len(found))
+    assert "A pool of drafts for target" in card
+    assert "- a pass of the target takes 10.00 ms for one token: 100.0 tokens/s without a draft" in card
+    assert "license: unknown\n---" in card
+    assert re.search(r"trained on \d+ answers of the target, \d+ tokens; prompts: prompts.jsonl;", card)
+    assert ("weights: embeddings and output layer" in card) is (kind is SSM)
+
+
+def test_who_is_killed_goes_on_with_the_member_he_was_at(target: Path, prompts: Path, tmp_path: Path) -> None:
+    config = replace(pool_of(target, tmp_path / "pool", SSM), minutes=4.0)
+    # How many answers a look at the clock finds varies, so this clock stands while they are collected.
+    collected, _ = tuning(config, lambda: 0.0)
+    collected.collect(read_prompts([prompts]))
+    again = replace(config, resume=True)
+    states: list[list[int]] = []
+    for steps in (110, 90, 60):
+        with pytest.raises(KilledError):
+            run(again, prompts, dies_at(steps))
+        kept = [config.work / f"member{number}.safetensors" for number in (1, 2)]
+        states.append([read_checkpoint(path).state.steps if path.exists() else 0 for path in kept])
+        assert not (config.out / "pool.json").exists()
+    run(again, prompts)
+    firsts, seconds = zip(*states, strict=True)
+    assert list(firsts) == sorted(firsts)
+    assert firsts[0] > 0
+    assert list(seconds) == sorted(seconds)
+    assert 0 < seconds[-1] < read_checkpoint(config.work / "member2.safetensors").state.steps
+    assert len(pool_members(config.out)) >= 1
+    _, lines = run(again, prompts)
+    assert any("minutes are spent" in line for line in lines)
