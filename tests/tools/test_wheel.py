@@ -88,13 +88,6 @@ def libraries(wheel: Path) -> list[str]:
     )
 
 
-def test_without_a_compiler_it_is_a_pure_wheel(sources: Path, tmp_path: Path) -> None:
-    wheel, said = build(sources, PATH=str(tmp_path))
-    assert wheel.name.endswith("-py3-none-any.whl")
-    assert libraries(wheel) == []
-    assert said == ["native kernels: none: no C++ compiler was found; they will be compiled on first use"]
-
-
 def test_a_level_that_the_compiler_is_too_old_for_is_left_out(sources: Path, tmp_path: Path) -> None:
     compiler = tmp_path / "c++"
     compiler.write_text(OLD)
