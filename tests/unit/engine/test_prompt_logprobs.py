@@ -104,18 +104,19 @@ def test_others_wait_about_as_long_as_beside_an_ordinary_prompt(
 def test_logits_of_a_prompt_are_made_in_blocks_behind_those_of_answers(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = tiny.llm(max_step_tokens=512)
-    held: list[int] = []
+    llm, held = tiny.llm(max_step_tokens=512), list[int]()
+    [want] = tiny.llm(max_step_tokens=ROWS).generate([LONG], params(prompt_logprobs=1))
     scores = Flight.scores
 
     def noted(self: Flight, *args: Any) -> Any:
         found = scores(self, *args)
-        held.append(max(len(block.rows) for block in self._blocks))
+        held.append(max((len(block.rows) for block in self._blocks), default=0))
         return found
 
     monkeypatch.setattr(Flight, "scores", noted)
     made = count_logits(llm, monkeypatch)
-    llm.generate([LONG], params(prompt_logprobs=1))
+    [found] = llm.generate([LONG], params(prompt_logprobs=1))
+    assert found.prompt_logprobs == want.prompt_logprobs
     assert made[:3] == [64, 64, 64], "not all rows at once"
     assert max(held) == 64
 
