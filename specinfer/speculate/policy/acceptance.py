@@ -53,6 +53,8 @@ _FIRST_RATE: Final = 0.7  # prior rate of a draft's first guess
 _LEVEL_PRIOR: Final = 3.0  # weight, in guesses, of the rate of the level above as a prior
 _CLASS_PRIOR: Final = 4.0  # weight, in guesses, of the rate of all requests as a prior for a class
 _LEVEL_MEMORY: Final = 0.97  # decay of a level's counts at each outcome: about the last 30 count
+# What a right first guess, another right one and none add to a level's counts.
+_FIRST, _OTHER, _MISSED = np.array([[1, 0, 1], [0, 1, 1], [0, 0, 1]])
 
 
 class LevelRate(NamedTuple):
@@ -83,11 +85,11 @@ class DraftLevels:
     def learn(self, level: int, choice: int | None, temperature: float) -> None:
         """Count which of a request's guesses at a level was right, or None; level 0 is below the root."""
         self._rates = {}
-        kinds = [0, 1 + bisect_left(TEMPERATURES, temperature)]
-        if level == 0:  # also fades levels that are not tried now
-            self.counts[kinds] *= _LEVEL_MEMORY
-        if level < self.depth:
-            self.counts[kinds, level] += (choice == 0, bool(choice), 1)
+        for counts in self.counts[0], self.counts[1 + bisect_left(TEMPERATURES, temperature)]:
+            if level == 0:  # also fades levels that are not tried now
+                counts *= _LEVEL_MEMORY
+            if level < self.depth:
+                counts[level] += _MISSED if choice is None else _OTHER if choice else _FIRST
 
     def fade(self, kept: float) -> None:
         """Multiply all counts by `kept`."""

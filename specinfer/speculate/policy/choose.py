@@ -12,7 +12,7 @@ nodes form trees.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, compress, count
+from itertools import accumulate, chain, compress, repeat
 from operator import truediv
 from typing import Final, NamedTuple
 
@@ -63,14 +63,16 @@ def choose(guesses: Sequence[Candidates], costs: StepCosts) -> list[list[int]]:
     Ties keep the node of the earlier request, and within a request the earlier node.
     """
     tokens, nodes = costs.tokens, 0
-    # For each tree: the nodes that stay, and those that may be dropped, likeliest first.
+    # For each tree: the nodes that stay, and those that may be dropped.
     parts = list[tuple[list[int], list[int]]]()
     likely = list[float]()  # probabilities of all nodes that may be dropped
     for one in guesses:
         probabilities, kept = one.probabilities, [0, *one.pinned]
         found = [node for node in range(1, len(probabilities)) if node not in one.pinned]
-        found.sort(key=probabilities.__getitem__, reverse=True)
-        del found[max(0, one.entry.max_nodes - len(kept)) :]
+        room = max(0, one.entry.max_nodes - len(kept))
+        if len(found) > room:
+            found.sort(key=probabilities.__getitem__, reverse=True)
+            del found[room:]
         if one.all_stay:
             kept, found = kept + found, []
         tokens += sum([probabilities[node] for node in kept]) - 1
@@ -78,7 +80,8 @@ def choose(guesses: Sequence[Candidates], costs: StepCosts) -> list[list[int]]:
         parts.append((kept, found))
         likely += [probabilities[node] for node in found]
     # Each tree takes as many answers as it has nodes that may be dropped.
-    stays = iter(fastest(likely, tokens, map(costs.seconds, count(nodes))))
+    other, passes = costs.spent - costs.prompts, chain(costs.passes[nodes:], repeat(costs.passes[-1]))
+    stays = iter(fastest(likely, tokens, (other + seconds for seconds in passes)))
     return [sorted([*kept, *compress(found, stays)]) for kept, found in parts]
 
 

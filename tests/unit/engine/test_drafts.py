@@ -20,6 +20,7 @@ from specinfer.hub.known_drafts import local_drafts
 from specinfer.hub.model_files import write_pool
 from specinfer.llm import LLM
 from specinfer.models.language_model import LanguageModel
+from specinfer.progress import Progress
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculation_config import SpeculationConfig
 from tests.drafts_table import write_known_pair

@@ -36,6 +36,6 @@ def read(kind: Any, more: dict[str, Any], policy: FieldPolicy | None = None) -> 
 def params(kind: Any, more: dict[str, Any]) -> SamplingParams:
     """Return the request's sampling parameters; at /v1/responses with its format."""
     fields = read(kind, more)
-    found = fields.params() if kind is CompletionFields else fields.sampling_params(99)
+    found = fields.sampling_params(99) if kind is ResponseFields else fields.params()
     assert isinstance(found, SamplingParams)
     return found
