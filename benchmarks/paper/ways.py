@@ -35,7 +35,7 @@ def compare(
     """Return the figures of decoding without speculation and of these ways.
 
     `batch` requests run at once. The first round is not measured: in it the policy learns what passes cost.
-    Every other round has the ways in the other order. `seconds` is the median over the rounds of a request's
+    The ways answer each batch in turn, in every other round in the other order. `seconds` is the median over the rounds of a request's
     mean time per token after the first.
     """
     target, drafts = lab.pair(models)
@@ -50,8 +50,11 @@ def compare(
         runs[PLAIN] = opened.enter_context(without_speculation(runs[PLAIN]))
         answers: dict[str, list[list[RequestOutput]]] = {name: [] for name in runs}
         for number in range(1 + rounds):
-            for name, llm in list(runs.items())[:: -1 if number % 2 else 1]:
-                answers[name].append([one for group in groups for one in ask(llm, group, params)])
+            for found in answers.values():
+                found.append([])
+            for group in groups:
+                for name, llm in list(runs.items())[:: -1 if number % 2 else 1]:
+                    answers[name][-1] += ask(llm, group, params)
     texts = [one.token_ids for one in answers[PLAIN][0]]
     return {name: _figures(found[1:], texts) for name, found in answers.items()}
 
