@@ -49,7 +49,7 @@ def natural(text: str) -> int:
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser of a script's options, which shows its description as it is."""
+    """Return a parser of a script's options, which shows its description unchanged."""
     return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 

@@ -46,7 +46,7 @@ def main() -> None:
     options.add_argument("--model", required=True, help="folder, GGUF file or name")
     options.add_argument("--dataset", action="append", type=Path, required=True, metavar="FILE.jsonl")
     options.add_argument("--limit", type=natural, default=200, help="rows of all data sets (default 200)")
-    options.add_argument("--max-tokens", type=natural, default=1024, help="of a row; the rest is cut off")
+    options.add_argument("--max-tokens", type=natural, default=1024, help="longest row; others are cut off")
     options.add_argument("--quantizations", default="int8,int4", help="compared with bfloat16")
     options.add_argument("--llama-cpp", action="store_true", help="compare with llama.cpp over a GGUF file")
     options.add_argument("--out", type=Path, required=True, metavar="PAGE.md", help="cells are beside it")

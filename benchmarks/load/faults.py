@@ -4,8 +4,8 @@
         --fault 'kill -9 $(pgrep -f engine_process | shuf -n 1)'
 
 Every user holds conversations of two turns; each is a session, and each answer has its own parameters and
-seed. Afterwards all requests are asked again without faults: a lost or repeated token gives another text.
-Other commands replace the engines (`kill -USR1 PID` of the server) or stop a rank (`kill -STOP PID`).
+seed. Afterwards the script sends all requests again without faults: a lost or repeated token gives another
+text. Other commands replace the engines (`kill -USR1 PID` of the server) or stop a rank (`kill -STOP PID`).
 """
 
 from __future__ import annotations

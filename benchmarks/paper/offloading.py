@@ -93,7 +93,7 @@ def measure(lab: Lab, key: str) -> Figures:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What all rows answer."""
+    """The prompts of all rows, and the models."""
 
     model: Path
     draft: Path

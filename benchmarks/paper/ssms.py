@@ -140,7 +140,7 @@ def page(cells: Cells) -> list[str]:
     ]
     if merged:
         most = max(merged, key=lambda name: merged[name])
-        said.append(f"Of these, {most} makes the most tokens a step, {merged[most][0]:.2f}.")
+        said.append(f"The most tokens a step, {merged[most][0]:.2f}, come from {most}.")
     if threes := [pool for pool in pools if len(pool["pool"]) > 2]:
         better = sum(pool["pool"][2] > pool["wide"] for pool in threes)
         speeds = [pool["speed"] for pool in threes if pool["speed"]]
@@ -175,5 +175,7 @@ def verdict(cells: Cells) -> Verdict:
     threes = [pool for pool in _pools(cells) if len(pool["pool"]) > 2]
     better = sum(pool["pool"][2] > pool["wide"] for pool in threes)
     said = [f"three beat one with as many nodes in {better} of {len(threes)} pools"] if threes else []
-    said += [f"{tokens:.2f} tokens a pass with {name}" for name, (tokens, _) in _existing(cells).items()]
+    if merged := _existing(cells):
+        most = max(merged, key=lambda name: merged[name])
+        said.append(f"{merged[most][0]:.2f} tokens a step with {most}")
     return Verdict(", ".join(said))

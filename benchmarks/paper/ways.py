@@ -35,8 +35,8 @@ def compare(
     """Return the figures of decoding without speculation and of these ways.
 
     `batch` requests run at once. The first round is not measured: in it the policy learns what passes cost.
-    The ways answer each batch in turn, in every other round in the other order. `seconds` is the median over the rounds of a request's
-    mean time per token after the first.
+    The ways answer each batch in turn, in every other round in the other order. `seconds` is the median over
+    the rounds of a request's mean time per token after the first.
     """
     target, drafts = lab.pair(models)
     shape = {"max_batch_size": batch, "max_context": 1024, "max_step_tokens": ROWS, "lookup_memory": 0}

@@ -95,7 +95,7 @@ def specinfer(setup: Setup) -> tuple[Answer, dict[str, Any]]:
             arrived(output.token_ids[done:])
             done = len(output.token_ids)
 
-        # A salt of its own: lookups find no answer to an earlier, equal prompt.
+        # Its own salt: lookups find no answer to an earlier, equal prompt.
         params = SamplingParams(max_tokens=max_tokens, cache_salt=str(next(numbers)), **law)
         llm.generate([prompt], params, on_output=advanced)
 

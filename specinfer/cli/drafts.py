@@ -114,9 +114,9 @@ def _tried(
 
 
 def _with_all(drafts: tuple[str, ...], options: dict[str, Any]) -> AbstractContextManager[LLM | None]:
-    """Load the target once, with all drafts; None if each draft needs a target of its own.
+    """Load the target once, with all drafts; None if each draft needs its own target.
 
-    So it is if one has a fault, if memory does not suffice for all, or if the target is divided or streamed.
+    Each does if one has a fault, if memory does not suffice for all, or if the target is divided or streamed.
     """
     if not any(options[name] for name in ("offload", "tensor_parallel", "pipeline_parallel")):
         with suppress(*FAULTS):

@@ -187,7 +187,7 @@ class PromptFiles:
     def _evict(self, needed: int) -> None:
         """Remove the least recently used files until a part of the size is free.
 
-        A disk without so much room makes the size less. Raises OSError if `needed` bytes do not fit then.
+        A disk with less room makes the size less. Raises OSError if `needed` bytes do not fit then.
         """
         files: list[tuple[float, int, Path]] = []
         latest = time.time() + _SKEW

@@ -155,7 +155,7 @@ class PeftFolder:
                 raise ModelFileError(f"adapter {name!r}: {path} has no {file.name}; {self._instead()}")
         self._files = files
         layers = config.num_layers * (2 if LayerKind.BOTH in config.layer_kinds else 1)
-        self._products = PER_LAYER * layers  # of the model, with and without adapters
+        self._products = PER_LAYER * layers  # products of the model, with and without adapters
         self._initial_state = self._state()
         try:
             self._own = adapter_config(read_json(files[0]))

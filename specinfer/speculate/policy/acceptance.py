@@ -53,7 +53,7 @@ _FIRST_RATE: Final = 0.7  # prior rate of a draft's first guess
 _LEVEL_PRIOR: Final = 3.0  # weight, in guesses, of the rate of the level above as a prior
 _CLASS_PRIOR: Final = 4.0  # weight, in guesses, of the rate of all requests as a prior for a class
 _LEVEL_MEMORY: Final = 0.97  # decay of a level's counts at each outcome: about the last 30 count
-# What a right first guess, another right one and none add to a level's counts.
+# Counts of a level with a right first guess, with another right one, and with none.
 _FIRST, _OTHER, _MISSED = np.array([[1, 0, 1], [0, 1, 1], [0, 0, 1]])
 
 

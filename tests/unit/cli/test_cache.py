@@ -1,4 +1,4 @@
-"""`specinfer cache` and `specinfer policy`: lists of all that is kept, and clearing of what was named."""
+"""`specinfer cache` and `specinfer policy`: lists of all kept files, and clearing of named ones."""
 
 from __future__ import annotations
 

@@ -314,7 +314,7 @@ def test_a_disk_smaller_than_the_store_keeps_room_for_others(
     kept = PromptFiles(tmp_path, 1 << 20, "f" * 64)
     write(range(40))
     assert [path.name for path in files(tmp_path)] == [f"{number}" for number in range(26, 40)]
-    others[0] = 31_000  # less is free than what has to be
+    others[0] = 31_000  # less is free than the margin
     write(range(40, 42))
     assert (len(files(tmp_path)), kept.counts["failed"], [*kept.lost]) == (14, 2, ["40", "41"])
     others[0] = 16_000

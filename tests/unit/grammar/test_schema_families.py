@@ -1,9 +1,9 @@
 """300 schemas: valid values are accepted, and strict answers are valid.
 
-No model is used: texts are random walks through the grammar's masks, or known values of a schema.
+No model is used. Texts are random walks through the grammar's masks, or known values of a schema.
 features.json has schema features with valid and invalid values; objects have their properties in the order
-in which they are generated. FAMILIES are whole schemas with one variable part, as in real functions,
-configurations, resources, events and articles.
+of generation. FAMILIES are whole schemas with one variable part, as in real functions, configurations,
+resources, events and articles.
 """
 
 import json

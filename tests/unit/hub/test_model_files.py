@@ -1,4 +1,4 @@
-"""What the files of a model say: recommended sampling parameters, and the members of a pool of drafts."""
+"""Facts in the files of a model: recommended sampling parameters, and the members of a pool of drafts."""
 
 from __future__ import annotations
 

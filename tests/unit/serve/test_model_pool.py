@@ -52,7 +52,7 @@ class Rig:
         self.broken = ""  # name of the model that cannot start
         self.given: list[EngineConfig] = []  # configs of the engines
         self.gate: asyncio.Event | None = None  # that starts wait for
-        self.takes: dict[str, float] = {}  # memory of engines, relative to what is expected
+        self.takes: dict[str, float] = {}  # memory of engines, relative to the expected size
         self._tokenizer = tokenizer
         config = ServeConfig(**{"keep_alive": 0.0, **options})
         engine = engine or EngineConfig(model=str(folder), cache=CacheConfig(memory=1 << 20))

@@ -1,4 +1,4 @@
-"""Fields of other servers, translated and refused ones, and fields of nobody."""
+"""Fields of other servers, translated and refused ones, and unknown ones."""
 
 from __future__ import annotations
 
