@@ -145,6 +145,7 @@ class _Agreement:
         self._read = draft.read
         self._draft = draft
         draft.read = self.read  # type: ignore[method-assign]
+        draft.first_logits = lambda count: None  # type: ignore[method-assign]
 
     def read(
         self, token_ids_T: torch.Tensor, context: PassContext, rows: torch.Tensor | None = None, **more: Any

@@ -65,13 +65,14 @@ class Lab:
     def llm(
         self, model: str, drafts: Sequence[str] = (), speculators: Sequence[Speculator] = (), **options: Any
     ) -> LLM:
-        """Return an LLM; the weights are read again only for another model or more drafts.
+        """Return an LLM; the weights are read again only for another model or other drafts.
 
-        Trees have a fixed size and no lookups unless the options say otherwise.
+        Drafts have the names that they have alone: "draft" of one. Trees have a fixed size and no lookups
+        unless the options say otherwise.
         """
         options = {"tree_size": "fixed", "lookup": False, "max_context": 2048, **options}
         config = EngineConfig.from_options(model, {"drafts": tuple(drafts), **options})
-        if self._open is None or model != self._key[0] or not {*drafts} <= {*self._key[1:]}:
+        if self._open is None or model != self._key[0] or (drafts and {*drafts} != {*self._key[1:]}):
             self.close()
             self._open, self._key = LLM(config), (model, *drafts)
         found = zip(self._key[1:], self._open.config.speculation.drafts, strict=True)

@@ -41,7 +41,7 @@ _OLDER: Final = ("short", "warm", "blocks", "long", "longer")
 def keys(lab: Lab) -> list[str]:
     shapes = lab.pick(full=["5,2", "1,2", "1,10"], quick=[], toy=["2,1", "1,2"])  # SSMs, and layers of each
     older = lab.pick(full=_OLDER, quick=(), toy=())
-    every = {"older": older, "merged": _MERGED, "trained": shapes}
+    every = {"older": older, "trained": shapes, "merged": _MERGED}
     return [f"{kind},{one}" for kind, each in every.items() for one in each]
 
 

@@ -39,7 +39,8 @@ def test_every_placement_gives_the_same_bits(
     options: dict[str, Any] = {"dtype": dtype, "kernels": native, "quantization": kind}
     rows = [Rows((3, 1, 4, 1, 5), 0, [0, 1], 0), Rows((2, 7), 0, [2], 1)]
     whole = ModelRunner(load(model, cache=tmp_path, part=part, **options), num_blocks=3, block_size=4)
-    want, taps = whole.forward(rows), whole.launch(rows, taps=TAPS).tapped(TAPS)
+    want, has_taps = whole.forward(rows), model.config.altup is None  # heads read one stream alone
+    taps = whole.launch(rows, taps=TAPS).tapped(TAPS) if has_taps else None
     prepared = prepare(model, cache=tmp_path, **options)
     layers = [prepared.records[name].length for name in layer_records(prepared)]
     for streamed in ((0,), (len(layers) - 1,), tuple(range(len(layers)))):
@@ -52,5 +53,6 @@ def test_every_placement_gives_the_same_bits(
                 runner = ModelRunner(made, num_blocks=3, block_size=4)
                 for _ in range(3):
                     assert torch.equal(runner.forward(rows), want)
-                    assert torch.equal(runner.launch(rows, taps=TAPS).tapped(TAPS), taps)
+                    if taps is not None:
+                        assert torch.equal(runner.launch(rows, taps=TAPS).tapped(TAPS), taps)
                 made.stream.close()
