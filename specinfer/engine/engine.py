@@ -190,9 +190,8 @@ class Engine:
         try:
             plan = self._scheduler.schedule()
             self._stepped = [self._requests[entry.request.request_id] for entry in plan.entries]
+            self.clock.lap(Stage.SCHEDULE)
             if plan.entries:
-                self.clock.steps += 1
-                self.clock.lap(Stage.SCHEDULE)
                 self._copy_rows(plan)
                 self.listeners.announce(plan)
                 with torch_threads(self._threads):

@@ -52,7 +52,8 @@ class StageClock:
     _began: float | None = None  # time at which the running step began
 
     def start(self) -> None:
-        """Start a step; it counts once a request has a part in it."""
+        """Start a step."""
+        self.steps += 1
         self.last = {}
         self._began = self._lapped = self.now()
 

@@ -357,23 +357,6 @@ def test_a_disk_that_hangs_holds_no_prompt_for_long(
     assert sum("is not read" in one.message for one in caplog.records) == 1
 
 
-def test_waiting_for_files_is_not_a_step(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    filled(model, tmp_path)
-    read, steps = PromptFiles._read, list[Sequence[str]]()
-
-    def slow(kept: PromptFiles, name: str) -> bytearray | None:
-        time.sleep(0.03)
-        return read(kept, name)
-
-    monkeypatch.setattr(PromptFiles, "_read", slow)
-    with opened(model, tmp_path) as llm:
-        llm.on_step = steps.append
-        assert answer(llm)[1] == 48
-        assert llm.statistics().steps == len(steps)
-
-
 def test_a_clock_that_was_wrong_leaves_room_for_new_texts(model: Path, tmp_path: Path) -> None:
     filled(model, tmp_path)
     size = sum(path.stat().st_size for path in files(tmp_path))
