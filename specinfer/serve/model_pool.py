@@ -281,7 +281,8 @@ class ModelPool:
         leaving: list[PooledModel] = []
         while loaded and sum(one.size for one in loaded) + max(size, model.took) > room:
             leaving.append(loaded.pop())
-        if size <= room and engine.offload == "never":
+        fixed = size <= room and engine.offload == "never"  # else caches take the rest of the room
+        if fixed:
             # `memory` stays the option: quantization `auto` depends on it, and not on the other models.
             engine = replace(engine, cache=replace(engine.cache, memory=engine.cache.memory or CACHES))
         else:
@@ -295,7 +296,8 @@ class ModelPool:
         service = await opened.enter_async_context(self._opener(served, files, model.metrics, make_room))
         service.draining = self.draining
         model.service, model.opened, model.failure, model.failures = service, opened, "", 0
-        model.size = model.took = service.facts.memory
+        model.size = service.facts.memory
+        model.took = model.size if fixed else 0
         _LOG.info("loaded: %s; %s", model.names[0], service.facts.summary)
         while loaded and sum(one.size for one in [model, *loaded]) > self._room():  # more than was expected
             self._run(self._unload(loaded.pop()))

@@ -255,6 +255,16 @@ async def test_a_model_that_takes_more_than_expected_ends_others(rig: Callable[.
     assert made.log == ["+a", "+b", "-a", "-b", "+a", "-a", "+b"]
 
 
+async def test_caches_that_fill_the_room_do_not_count_as_the_models_need(
+    rig: Callable[..., Rig], folder: Path
+) -> None:
+    made = rig(fit=3, engine=EngineConfig(model=str(folder), offload="auto"))
+    for taken, names in ((3, "ab"), (2, "ab")):  # all of the memory, then the rest beside b
+        made.takes["a"] = taken
+        await made.use(*names)
+    assert made.log == ["+a", "-a", "+b", "+a"]
+
+
 async def test_requests_that_leave_hold_nothing(rig: Callable[..., Rig]) -> None:
     made = rig(fit=1)
     made.gate = asyncio.Event()
