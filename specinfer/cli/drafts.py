@@ -118,7 +118,8 @@ def _with_all(drafts: tuple[str, ...], options: dict[str, Any]) -> AbstractConte
 
     Each does if one has a fault, if memory does not suffice for all, or if the target is divided or streamed.
     """
-    if not any(options[name] for name in ("offload", "tensor_parallel", "pipeline_parallel")):
+    streamed = options["offload"] not in (None, "never")
+    if not streamed and not any(options[name] for name in ("tensor_parallel", "pipeline_parallel")):
         with suppress(*FAULTS):
             return _built(drafts, options)
     return nullcontext()

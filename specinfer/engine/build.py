@@ -20,7 +20,6 @@ from specinfer.engine.costs import (
     target_curves,
     timed_drafts,
 )
-from specinfer.engine.drafts import draft_names
 from specinfer.engine.engine import Engine, Postponed
 from specinfer.engine.fingerprint import engine_fingerprint
 from specinfer.engine.kv_blocks import BlockPool
@@ -259,7 +258,8 @@ def _sizing(
         measure = measuring(config, executor, models, progress, stop)
         costs = draft_curves(models, {name: runner for name, (runner, _) in drafting.items()}, measure)
     measured = speculation.clock == "measured"
-    copies = [n for n, one in draft_names(speculation.drafts).items() if one in (SELF, config.model)]
+    named = zip(models.drafts, speculation.drafts, strict=False)  # a variant's have the names of all drafts
+    copies = [name for name, one in named if one in (SELF, config.model)]
     self_draft: SelfDraft | None = None  # a draft whose memory layers may get
     if models.draft_memory is not None and models.target.stream is not None:
         [name] = copies
@@ -291,11 +291,9 @@ def _policy_key(config: EngineConfig, models: Models) -> dict[str, Any]:
     """
     speculation, target = config.speculation, models.target
     drafts = [
-        f"{name}: {_named(model)}, {kind}, by {speculation.draw_rule}"
+        f"{name}: {_named(model)}, {models.kinds.get(name)}, by {speculation.draw_rule}"
         + (", shared tokens" if name in models.foreign else "")
-        for (name, model), kind in zip(
-            draft_names(speculation.drafts).items(), models.kinds.values(), strict=False
-        )
+        for name, model in zip(models.drafts, speculation.drafts, strict=False)
     ]
     kind = hashlib.sha256(repr(target.config).encode()).hexdigest()[:8]
     return {

@@ -103,7 +103,7 @@ class AltUpDecoder(Decoder):
         """As of every decoder; there are no taps, since heads read one stream alone."""
         x_TSD, turned = residual.x_TD, turns(self._ropes, context.positions_T)
         for i, layer in enumerate(self._layers):
-            assert isinstance(layer, AltUpLayer), "made by _layer"
+            assert isinstance(layer, AltUpLayer), "made by layer_class"
             adapted = AdaptedLayer.of(context.adapted, i)
             x_TSD = layer.step(x_TSD, turned[layer.parts.rope], context.attend, adapted, per_layer_TC)
         return Residual(x_TSD), None

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from specinfer import EngineConfig, SamplingParams
+from specinfer.engine.build import _policy_key
 from specinfer.engine.models import Models
 from specinfer.errors import ConfigError
 from specinfer.llm import LLM
@@ -42,6 +43,9 @@ def test_a_variant_may_have_fewer_drafts_by_the_names_they_have(tiny: Tiny) -> N
     assert list(llm.variant(drafts=["stranger"]).models.drafts) == ["1-stranger"]
     assert list(llm.variant(drafts=["stranger", "similar"]).models.drafts) == ["1-stranger", "0-similar"]
     assert llm.variant(drafts=()).models.drafts == {}
+    second = llm.variant(drafts=["stranger"])
+    [key] = _policy_key(second.config, second.models)["drafts"]
+    assert key.startswith("1-stranger: stranger"), "its learned rates are not those of an engine's only draft"
     output = llm.variant(drafts=["stranger"]).generate(PROMPTS[:1], GREEDY)[0]
     assert list(output.figures.proposed_by) == ["1-stranger"]
 
