@@ -19,6 +19,7 @@ from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import CostCurve, Stop, Timed, cost_curve, never
 from specinfer.runtime.executor import Executor
 from specinfer.runtime.flight import torch_threads
+from specinfer.runtime.runner import ModelRunner
 from specinfer.speculate.drafts.draft import Draft
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.policy.cost_policy import CostPolicy
@@ -118,7 +119,8 @@ def draft_curves(models: Models, runners: Mapping[str, Timed], measure: Measure)
     with nullcontext() if stream is None else stream.still():
         for name, runner in runners.items():
             model = models.drafts[name]
-            timed = timing_key(model, models.named.get(name), models.foreign.get(name))
+            shortlist = runner.shortlist if isinstance(runner, ModelRunner) else None
+            timed = timing_key(model, models.named.get(name), shortlist)
             if isinstance(model, LanguageModel) and model.group is not None:
                 timed += f", {model.group.width} ranks over {model.group.transport}"
             drafts[name] = measure(

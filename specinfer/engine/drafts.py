@@ -308,14 +308,12 @@ def shortlist_of(model: LanguageModel, foreign: ForeignTokens | None) -> int | N
     return _SHORTLIST if foreign is None and model.config.vocab_size >= 2 * _SHORTLIST else None
 
 
-def timing_key(
-    model: AnyDraft, vocabulary: DraftVocabulary | None, foreign: ForeignTokens | None = None
-) -> str:
+def timing_key(model: AnyDraft, vocabulary: DraftVocabulary | None, shortlist: int | None = None) -> str:
     """Describe what a draft's pass depends on besides its layers, for the key of its cost curve."""
     if isinstance(model, HeadModel):
         return f"{len(model.ids)} logits, {model.head}"
     logits = f"{model.config.vocab_size if vocabulary is None else len(vocabulary.ids)} logits"
-    if (shortlist := shortlist_of(model, foreign)) is not None:
+    if shortlist is not None:
         logits += f", {shortlist} as a rule"
     if model.adapter is not None:
         logits += ", an adapter"

@@ -193,9 +193,10 @@ class Decoder(LanguageModel):
 
     def first_logits(self, count: int) -> Callable[[Tensor], Tensor] | None:
         """See LanguageModel."""
-        if self.group is not None or not isinstance(self.output, NativeProduct):
+        output = self.output
+        if self.group is not None or not isinstance(output, NativeProduct) or count >= output.channels:
             return None
-        return partial(self._logits_of, self.output.first(count))
+        return partial(self._logits_of, output.first(count))
 
     def _logits_of(self, output: Product, h_RD: Tensor) -> Tensor:
         logits_RV = output(h_RD)

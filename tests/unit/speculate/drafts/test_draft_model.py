@@ -66,6 +66,7 @@ def test_texts_of_common_tokens_are_guessed_from_the_shortlist(tiny: Tiny) -> No
     assert guesses(shaped(tiny, every, shortlist=32), rare).token_ids == ranked[30]
     both = propose(shaped(tiny, some, shortlist=32), common, rare)
     assert [tree.token_ids for tree in both] == [ranked[0][:25], ranked[30][:25]]
+    assert ModelRunner(tiny.similar, num_blocks=1, block_size=4, shortlist=64).shortlist is None, "all"
 
 
 def test_a_path_through_later_siblings_leaves_a_cache_as_good_as_new(tiny: Tiny) -> None:
