@@ -214,7 +214,7 @@ def _lfm2_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
         raise ModelError("the GGUF file has no attention.head_count_kv of each layer; get the file again")
     given = {
         "layer_types": ["full_attention" if heads else "conv" for heads in kv_heads],
-        "conv_L_cache": c.get("shortconv.l_cache"),
+        "conv_L_cache": count(c, "shortconv.l_cache"),
         "conv_bias": any(name.endswith("shortconv.conv.bias") for name in head.shapes),
     }
     return _lfm2(config, given)
@@ -227,7 +227,7 @@ def _lfm2_moe_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
 def _qwen_from_gguf(config: ModelConfig, head: GgufHead) -> ModelConfig:
     c = head.fields
     keys = {"num_key_heads": "group_count", "key_head_dim": "state_size", "conv_kernel_dim": "conv_kernel"}
-    given = {f"linear_{ours}": c.get(f"ssm.{theirs}") for ours, theirs in keys.items()}
+    given: dict[str, object] = {f"linear_{ours}": count(c, f"ssm.{theirs}") for ours, theirs in keys.items()}
     heads, groups = count(c, "ssm.time_step_rank"), count(c, "ssm.group_count")
     given |= {"linear_num_value_heads": heads, "linear_value_head_dim": count(c, "ssm.inner_size") // heads}
     every = c.get("full_attention_interval")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from specinfer.errors import ModelError
 from specinfer.models.config import QkNorm
+from specinfer.models.families import hybrids
 from specinfer.models.families.registry import GGUF_FAMILIES, HF_FAMILIES, config_from_hf, read_config
 
 SIZES = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -73,3 +76,14 @@ def test_llama_4_as_it_is_published(caplog: pytest.LogCaptureFixture) -> None:
     ):
         with pytest.raises(ModelError, match=words):
             config_from_hf({**SCOUT, **more})
+
+
+def test_a_gguf_file_of_a_hybrid_without_a_size_is_told_its_own_key() -> None:
+    config: Any = SimpleNamespace(num_layers=2)
+    head: Any = SimpleNamespace(fields={"attention.head_count_kv": [1, 0]}, shapes={})
+    for read, key in (
+        (hybrids._lfm2_from_gguf, "shortconv.l_cache"),
+        (hybrids._qwen_from_gguf, "ssm.group_count"),
+    ):
+        with pytest.raises(ModelError, match=re.escape(key)):
+            read(config, head)
