@@ -16,9 +16,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
 
-import numpy as np
 from torch import Tensor
 
 from specinfer.plan import PlanEntry, StateUse, StepPlan
@@ -27,14 +25,11 @@ from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.features import TextFeatures, UnreadFeatures
 from specinfer.runtime.kv_cache import KvCache
 from specinfer.runtime.runner import ModelRunner, Move
-from specinfer.speculate.drafts.draft_tokens import DraftVocabulary
+from specinfer.speculate.drafts.draft_tokens import CommonTokens, DraftVocabulary
 from specinfer.speculate.drafts.draws import Site, draw_children
 from specinfer.speculate.drafts.growth import Growth, Shape, trees_first
 from specinfer.speculate.speculator import LevelSpeculator, Outcome
 from specinfer.tree import TokenTree
-
-_RECENT: Final = 64  # tokens that say whether a text's tokens are common
-_MAX_RARE: Final = 1 / 8  # share of them outside the shortlist, above which all logits are made
 
 
 @dataclass(slots=True)
@@ -320,10 +315,10 @@ class DraftModel(LevelDraft):
         super().__init__(name, shape, max_rows=max_rows, block_size=runner.block_size, cache=cache)
         self._runner = runner
         self._vocabulary = vocabulary
-        self._shortlist: DraftVocabulary | None = None  # the tokens of most texts
+        self._shortlist: CommonTokens | None = None
         if runner.shortlist is not None:
             size = runner.model.config.vocab_size if vocabulary is None else vocabulary.size
-            self._shortlist = DraftVocabulary(np.arange(runner.shortlist), size)
+            self._shortlist = CommonTokens(runner.shortlist, size)
         self._last_id = None if reads is None else reads - 1
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
@@ -396,12 +391,7 @@ class DraftModel(LevelDraft):
         return frontier_rows(growth, nodes, growth.entry.end - 1, growth.entry.block_table)
 
     def _draw(self, parts: Sequence[tuple[int, Rows]], sites: Sequence[Site]) -> None:
-        rows, few = [part for _, part in parts], all(self._has_common_tokens(entry) for entry, _ in parts)
-        draw_children(self._runner.launch(rows, few=few), sites, self._shortlist if few else self._vocabulary)
-
-    def _has_common_tokens(self, entry: int) -> bool:
-        """Return whether the shortlist has nearly all of the last tokens of an entry's text."""
-        if (shortlist := self._shortlist) is None:
-            return False
-        first, last = len(shortlist.ids), self._growths[entry].entry.token_ids[-_RECENT:]
-        return sum(token_id >= first for token_id in last) <= _MAX_RARE * len(last)
+        rows, short = [part for _, part in parts], self._shortlist
+        texts = (self._growths[entry].entry.token_ids for entry, _ in parts)
+        few = short is not None and all(map(short.has_most_of, texts))
+        draw_children(self._runner.launch(rows, few=few), sites, short if few else self._vocabulary)

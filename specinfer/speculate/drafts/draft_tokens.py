@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,9 @@ from numpy.typing import NDArray
 from specinfer.errors import ConfigError
 from specinfer.tokenizer import Tokenizer
 from specinfer.tokenizer.detokenizer import Respelling, shared_tokens
+
+_RECENT: Final = 64  # tokens that say whether a text's tokens are common
+_MAX_RARE: Final = 1 / 8  # share of others, above which a draft makes all logits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +36,18 @@ class DraftVocabulary:
         row = np.full(self.size, -np.inf, dtype=np.float32)
         row[self.ids] = logits
         return row
+
+
+class CommonTokens(DraftVocabulary):
+    """The first `count` tokens of a vocabulary, the most frequent ones of most texts."""
+
+    def __init__(self, count: int, size: int) -> None:
+        super().__init__(np.arange(count), size)
+
+    def has_most_of(self, token_ids: Sequence[int]) -> bool:
+        """Return whether at most an eighth of a text's last 64 tokens are others."""
+        last, count = token_ids[-_RECENT:], len(self.ids)
+        return sum(token_id >= count for token_id in last) <= _MAX_RARE * len(last)
 
 
 def named_tokens(ids: Sequence[int], size: int) -> DraftVocabulary | None:
