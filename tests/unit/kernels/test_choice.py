@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from specinfer.errors import ConfigError, KernelBuildError
-from specinfer.kernels import build
+from specinfer.kernels import build, choice
 from specinfer.kernels.attention import NativeAttention
-from specinfer.kernels.choice import TORCH, choose_kernels
+from specinfer.kernels.choice import TORCH, choose_kernels, streaming_kernels
 from specinfer.kernels.machine import VARIABLE, levels_here
 from specinfer.kernels.native_ops import NativeOps
 from specinfer.kernels.quantized import NativeProducts
@@ -72,3 +72,14 @@ def test_a_cpu_that_cannot_be_is_refused_whatever_is_wanted(monkeypatch: pytest.
         with pytest.raises(ConfigError, match="SPECINFER_CPU is 'avx10'; allowed here: "):
             choose_kernels(wanted, CPU)
     assert choose_kernels("torch", CPU) == (TORCH, None)
+
+
+def test_only_amds_cpus_read_large_weights_past_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    for vendor, weights, past in (
+        *(("AuthenticAMD", 2, True), ("AuthenticAMD", 1, False)),
+        *(("GenuineIntel", 2, False), (None, 2, False)),
+    ):
+        monkeypatch.setattr(choice, "cache_bytes", lambda: 1)
+        monkeypatch.setattr(choice, "cpu_info", {"vendor_id": vendor}.get)
+        chosen = streaming_kernels(kernels("native"), weights)
+        assert chosen.products.use.nontemporal is past, (vendor, weights)
