@@ -12,7 +12,7 @@ from specinfer.config import EngineConfig
 from specinfer.engine.drafts import make_draft, timing_key
 from specinfer.engine.engine import Postponed
 from specinfer.engine.models import Models, threads_of_torch
-from specinfer.heads.runner import HeadModel
+from specinfer.heads.runner import HeadModel, HeadRunner
 from specinfer.models.hosted.model import HostedModel
 from specinfer.models.language_model import LanguageModel
 from specinfer.progress import Progress
@@ -119,7 +119,7 @@ def draft_curves(models: Models, runners: Mapping[str, Timed], measure: Measure)
     with nullcontext() if stream is None else stream.still():
         for name, runner in runners.items():
             model = models.drafts[name]
-            shortlist = runner.shortlist if isinstance(runner, ModelRunner) else None
+            shortlist = runner.shortlist if isinstance(runner, ModelRunner | HeadRunner) else None
             timed = timing_key(model, models.named.get(name), shortlist)
             if isinstance(model, LanguageModel) and model.group is not None:
                 timed += f", {model.group.width} ranks over {model.group.transport}"

@@ -298,23 +298,26 @@ def logit_ids_of(
     return None if ids == [*range(draft.config.vocab_size)] else ids
 
 
-def shortlist_of(model: LanguageModel, foreign: ForeignTokens | None) -> int | None:
+def shortlist_of(model: AnyDraft, foreign: ForeignTokens | None = None) -> int | None:
     """Return the number of tokens that a draft usually makes logits for; None: all.
 
     Tokens of byte pairs have the order of their merges, so the first ones are the most frequent. Guesses
     hardly get worse without the others (FR-Spec, arXiv 2502.14856), and the output layer of a small model
-    has up to a half of its weights.
+    has up to a half of its weights, that of a head most. A vocabulary of its own is short already.
     """
-    return _SHORTLIST if foreign is None and model.config.vocab_size >= 2 * _SHORTLIST else None
+    size = model.config.vocab_size
+    whole = len(model.ids) == size if isinstance(model, HeadModel) else foreign is None
+    return _SHORTLIST if whole and size >= 2 * _SHORTLIST else None
 
 
 def timing_key(model: AnyDraft, vocabulary: DraftVocabulary | None, shortlist: int | None = None) -> str:
     """Describe what a draft's pass depends on besides its layers, for the key of its cost curve."""
-    if isinstance(model, HeadModel):
-        return f"{len(model.ids)} logits, {model.head}"
-    logits = f"{model.config.vocab_size if vocabulary is None else len(vocabulary.ids)} logits"
+    size = model.config.vocab_size if vocabulary is None else len(vocabulary.ids)
+    logits = f"{len(model.ids) if isinstance(model, HeadModel) else size} logits"
     if shortlist is not None:
         logits += f", {shortlist} as a rule"
+    if isinstance(model, HeadModel):
+        return f"{logits}, {model.head}"
     if model.adapter is not None:
         logits += ", an adapter"
     return f"{logits}, {model.summary}" if isinstance(model, HostedModel) else logits
@@ -340,6 +343,7 @@ def make_draft(
             block_size=executor.block_size,
             max_rows=max_rows,
             target=executor.target.cache,
+            shortlist=shortlist_of(model),
         )
     runner = ModelRunner(
         model,

@@ -12,7 +12,7 @@ cluster, V tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -23,6 +23,7 @@ from specinfer.heads.assistant_layout import CENTROIDS
 from specinfer.heads.config import AssistantConfig
 from specinfer.heads.eagle import EagleText, RecursiveModel
 from specinfer.heads.runner import HeadCache
+from specinfer.kernels.product import first_channels
 from specinfer.models.decoder import Decoder
 from specinfer.models.decoder_layer import DecoderLayer
 from specinfer.models.language_model import Residual
@@ -113,6 +114,10 @@ class AssistantModel(RecursiveModel[AssistantConfig]):
             found = self._table_NKA.index_select(0, chosen_N).flatten(0, 1).float() @ row_A
             out_V.fill_(found.min() - 1).index_copy_(0, self._order_NK[chosen_N].flatten(), found)
         return logits_RV
+
+    def first_logits(self, count: int) -> Callable[[Tensor], Tensor] | None:
+        """See HeadModel."""
+        return None if self.head.clusters else first_channels(self._output, count)
 
     def probe(self, rows: int, block_size: int) -> list[EagleText]:
         """See HeadModel."""

@@ -361,13 +361,8 @@ class BlockModel(HeadModel[BlockConfig, BlockText]):
         return self._norm(x_TD, y_TD)
 
     def logits(self, h_RD: Tensor) -> Tensor:
-        """Return logits over the draft vocabulary, [R, U], without the Markov term."""
-        return self._head(h_RD)
-
-    def wait_for(self, made: HeadPass) -> None:
         """See HeadModel."""
-        assert made.logits_RU is not None
-        made.logits_RU[0].cpu()
+        return self._head(h_RD)
 
 
 def _block_paths(texts: Sequence[BlockText], block_size: int, *, causal: bool) -> Paths:

@@ -14,7 +14,7 @@ draft vocabulary.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TypeVar
@@ -28,6 +28,7 @@ from specinfer.heads.config import EagleConfig, LayersConfig
 from specinfer.heads.layers import HeadLayer, HeadNorm, Rotation, rotation_at, softmax
 from specinfer.heads.runner import HeadCache, HeadModel, HeadPass
 from specinfer.heads.vocabulary import HeadVocabulary
+from specinfer.kernels.product import first_channels
 from specinfer.models.config import ModelConfig
 from specinfer.models.decoder import Decoder
 from specinfer.models.decoder_layer import DecoderLayer
@@ -35,7 +36,6 @@ from specinfer.models.layers import RotaryEmbedding, RowNorm
 from specinfer.models.weight_memory import Weights
 from specinfer.runtime.batch import ModelBatch, Rows, build_batch
 from specinfer.runtime.features import TappedRows, joined
-from specinfer.runtime.flight import Flight
 from specinfer.runtime.runner import probe_rows
 
 Recursive = TypeVar("Recursive", bound=LayersConfig)
@@ -215,22 +215,10 @@ class RecursiveModel(HeadModel[Recursive, EagleText]):
         `feature_TD` may be overwritten.
         """
 
-    @abstractmethod
-    def logits(self, h_RD: Tensor) -> Tensor:
-        """Return logits over the draft vocabulary [R, U] for input rows of the output layer."""
-
-    def flight(self, read_RD: Tensor) -> Flight:
-        """Return a Flight that computes logits of these rows on demand."""
-        return Flight(read_RD, self.logits, len(self.ids), self.kernels.scan)
-
     def probe(self, rows: int, block_size: int) -> list[EagleText]:
         """See HeadModel."""
         part = probe_rows(rows, block_size, self._target.config.vocab_size)
         return [EagleText(part, 0, self.zero_states(rows))]
-
-    def wait_for(self, made: HeadPass) -> None:
-        """See HeadModel."""
-        self.flight(made.read_RD).row(0)
 
 
 class EagleModel(RecursiveModel[EagleConfig]):
@@ -284,5 +272,9 @@ class EagleModel(RecursiveModel[EagleConfig]):
         return read_TD, read_TD if self.head.norm_output else x_TD
 
     def logits(self, h_RD: Tensor) -> Tensor:
-        """See RecursiveModel."""
+        """See HeadModel."""
         return self._head(h_RD)
+
+    def first_logits(self, count: int) -> Callable[[Tensor], Tensor] | None:
+        """See HeadModel."""
+        return first_channels(self._head, count)

@@ -16,7 +16,7 @@ Shapes: T rows, R rows with a guess, D hidden size, U tokens of the vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, cast
 
@@ -197,5 +197,9 @@ class MtpModel(RecursiveModel[MtpConfig]):
         return read_TD, read_TD
 
     def logits(self, h_RD: Tensor) -> Tensor:
-        """See RecursiveModel."""
+        """See HeadModel."""
         return self._target.logits(h_RD)
+
+    def first_logits(self, count: int) -> Callable[[Tensor], Tensor] | None:
+        """See HeadModel."""
+        return self._target.first_logits(count)

@@ -9,7 +9,7 @@ Shapes: T rows, R rows with a guess, D the head's hidden size, U tokens of the d
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -24,7 +24,7 @@ from specinfer.models.config import ModelConfig
 from specinfer.models.decoder import Decoder
 from specinfer.models.weight_memory import Weights
 from specinfer.runtime.features import TappedRows
-from specinfer.runtime.flight import inference
+from specinfer.runtime.flight import Flight, inference
 from specinfer.runtime.kv_cache import KvCache
 
 Config = TypeVar("Config", bound=LayersConfig)
@@ -36,7 +36,7 @@ class HeadPass(NamedTuple):
 
     made: Sequence[Tensor | None]  # for each text the state that its next pass reads, or None
     read_RD: Tensor  # input of the output layer for the rows with a guess, text by text
-    logits_RU: Tensor | None = None  # its output; None: computed on demand (RecursiveModel.flight)
+    logits_RU: Tensor | None = None  # its output; None: computed on demand
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,12 @@ class HeadModel(ABC, Generic[Config, Text]):
         """Return the input of a pass that reads `rows` tokens, for timing."""
 
     @abstractmethod
-    def wait_for(self, made: HeadPass) -> None:
-        """Wait until the logits of a pass are computed."""
+    def logits(self, h_RD: Tensor) -> Tensor:
+        """Return logits over the draft vocabulary, [R, U], without the Markov term."""
+
+    def first_logits(self, count: int) -> Callable[[Tensor], Tensor] | None:
+        """`logits` of the first `count` tokens alone; None if the head always makes all."""
+        return None
 
     def cache(self, num_blocks: int, block_size: int, target: KvCache | None) -> HeadCache:
         """Return a cache of `num_blocks` blocks; `target` is the target's."""
@@ -122,18 +126,35 @@ class HeadRunner(Generic[Model]):
     """Runs passes of one head with its KV cache, or with the target's."""
 
     def __init__(
-        self, model: Model, *, num_blocks: int, block_size: int, target: KvCache | None = None
+        self,
+        model: Model,
+        *,
+        num_blocks: int,
+        block_size: int,
+        target: KvCache | None = None,
+        shortlist: int | None = None,
     ) -> None:
+        """A pass may make the logits of its first `shortlist` tokens instead of all."""
         self.model = model
         self.block_size = block_size
         self.cache = model.cache(num_blocks, block_size, target)
+        few = None if shortlist is None else model.first_logits(shortlist)
+        self.shortlist = None if few is None else shortlist  # None: it makes all
+        self._few = few
 
     @inference
     def guess(self, texts: Sequence[Any]) -> HeadPass:
         """Run one pass over texts of the model's input type; writes K and V of all their rows."""
         return self.model.guess(texts, self.cache)
 
+    def flight(self, made: HeadPass, *, few: bool = False) -> Flight:
+        """Return a Flight with the logits of a pass; with `few`, those of the shortlist, if there is one."""
+        model, head, vocab = self.model, self._few, self.shortlist
+        if not few or head is None or vocab is None:
+            head, vocab = model.logits, len(model.ids)
+        return Flight(made.read_RD, head, vocab, model.kernels.scan, logits_RV=made.logits_RU)
+
     def probe(self, rows: int, *, every_row: bool) -> None:
         """Run one pass of `rows` rows, from hidden states to the logits of all rows, for timing."""
         ensure(every_row, "a head computes the logits of every row")
-        self.model.wait_for(self.guess(self.model.probe(rows, self.block_size)))
+        self.flight(self.guess(self.model.probe(rows, self.block_size)), few=True).row(0)

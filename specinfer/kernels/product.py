@@ -160,14 +160,6 @@ class NativeProduct:
             self.exchange.check()
         return out
 
-    def first(self, channels: int) -> NativeProduct:
-        """The product for the first `channels`, a multiple of 16, with the same memory."""
-        part = copy(self)
-        part.channels = channels
-        part.args = ProductArgs.from_buffer_copy(self.args)
-        part.args.channels = channels
-        return part
-
     def adapted(self, x: Tensor, rows: AdaptedRowsArgs, number: int) -> Tensor:
         """The same plus the adapters' terms of some rows; `number` is the product's index in the model."""
         code = self._check_rows(x)
@@ -257,6 +249,20 @@ class NativeProduct:
         if self.kind in TYPES and FLOATS[x.dtype] != self.kind:
             raise TypeError(f"x is {FLOATS[x.dtype]}, the weight {self.kind}; the dtypes must be equal")
         return code
+
+
+def first_channels(product: Product, count: int) -> NativeProduct | None:
+    """The product for the first `count` channels, a multiple of 16, with the same memory.
+
+    None if it has no more channels, or is not native.
+    """
+    if not isinstance(product, NativeProduct) or count >= product.channels:
+        return None
+    part = copy(product)
+    part.channels = count
+    part.args = ProductArgs.from_buffer_copy(product.args)
+    part.args.channels = count
+    return part
 
 
 def product_args(product: Product) -> ProductArgs:

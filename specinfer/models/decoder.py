@@ -16,7 +16,7 @@ from torch import Tensor
 from specinfer.kernels.attention import NativeAttend
 from specinfer.kernels.decoder import NativeDecoder, NativeLayers, Places
 from specinfer.kernels.low_rank import AdaptedLayer
-from specinfer.kernels.product import NativeProduct, Product
+from specinfer.kernels.product import Product, first_channels
 from specinfer.models.config import ModelConfig
 from specinfer.models.decoder_layer import DecoderLayer
 from specinfer.models.language_model import LanguageModel, PassContext, PassOutput, Residual, check_taps
@@ -193,10 +193,8 @@ class Decoder(LanguageModel):
 
     def first_logits(self, count: int) -> Callable[[Tensor], Tensor] | None:
         """See LanguageModel."""
-        output = self.output
-        if self.group is not None or not isinstance(output, NativeProduct) or count >= output.channels:
-            return None
-        return partial(self._logits_of, output.first(count))
+        output = None if self.group is not None else first_channels(self.output, count)
+        return None if output is None else partial(self._logits_of, output)
 
     def _logits_of(self, output: Product, h_RD: Tensor) -> Tensor:
         logits_RV = output(h_RD)

@@ -3,6 +3,8 @@
 `Sized` runs the production code from drafts to merged trees; its subclasses change the policy.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 
 from specinfer.runtime.cost_curve import CostCurve
@@ -49,6 +51,7 @@ class MadeUpRunner:
 
     class model:
         kernels = kernels("torch")
+        config = SimpleNamespace(vocab_size=VOCAB)
 
     def __init__(self, world, name):
         self.world, self.name, self.texts = world, name, {}
@@ -65,7 +68,7 @@ class MadeUpRunner:
                 self.texts[part.start + i] = text
                 if i >= part.logits_from:
                     logits.append(self.world.logits(self.name, text[len(PROMPT) :]))
-        return flight_of(np.stack(logits))
+        return flight_of(np.stack(logits)[:, : self.shortlist if few else VOCAB])
 
     def path(self, part, position, end):
         """Return the positions that the row at `position` attends to, without its own."""

@@ -12,7 +12,7 @@ from specinfer.tree.draw import DrawRule
 
 from .enumeration import Supports, distance, own_law, text_law
 from .oracles import processed_law
-from .sized_trees import PARAMS, VOCAB, Guarded, Sized, Wayward
+from .sized_trees import PARAMS, VOCAB, Guarded, MadeUpRunner, Sized, Wayward
 
 EXACT, SEEN = 1e-9, 1e-3
 LENGTH = 2  # tokens, so that both levels of a tree count
@@ -57,6 +57,20 @@ def test_a_guard_that_ends_guesses_behind_some_texts_leaves_the_law_as_it_is(dra
     assert sized.held == {True, False}
     assert min(sized.depths) == 0, "nobody guesses behind some"
     assert max(sized.depths) > 0, "and somebody behind others"
+
+
+@pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
+def test_a_shortlist_of_logits_leaves_the_law_as_it_is(drafts, monkeypatch):
+    made, launch = set(), MadeUpRunner.launch
+
+    def watched(self, rows, *, few):
+        made.add(few)
+        return launch(self, rows, few=few)
+
+    monkeypatch.setattr(MadeUpRunner, "launch", watched)
+    monkeypatch.setattr(MadeUpRunner, "shortlist", 2)
+    assert play(drafts, 0.01, monkeypatch)[1] < EXACT
+    assert made == {True, False}, "texts with token 2 get all logits"
 
 
 LEARNED = {

@@ -14,6 +14,7 @@ from torch import Tensor
 from specinfer import LLM, SamplingParams
 from specinfer.engine.steps import TreeEvent
 from specinfer.errors import ConfigError, ModelError
+from specinfer.heads.assistant import AssistantModel
 from specinfer.heads.checkpoint import HeadFolder
 from specinfer.models.open_model import open_model
 from specinfer.sampling_params import SpeculationParams
@@ -138,6 +139,11 @@ def test_guesses(name: str, more: dict[str, Any], tmp_path: Path) -> None:
                     found += gaps(target, assistant, text, tree)
                     depths.update(tree.depths())
         assert llm.statistics().prefix_hits > 0
+        draft = llm.models.drafts["draft"]
+        assert isinstance(draft, AssistantModel)
+        first, rows_RA = draft.first_logits(32), torch.randn(3, draft.head.hidden_size)
+        assert (first is None) == ("num_centroids" in more), "clusters are a choice of their own"
+        assert first is None or torch.equal(first(rows_RA), draft.logits(rows_RA)[:, :32])
     assert len(found) > 120
     assert depths == {0, 1, 2, 3}
     assert max(found) < 1e-4

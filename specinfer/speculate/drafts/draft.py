@@ -16,13 +16,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
+from specinfer.heads.runner import HeadRunner
 from specinfer.plan import PlanEntry, StateUse, StepPlan
 from specinfer.request import Request
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.features import TextFeatures, UnreadFeatures
+from specinfer.runtime.flight import Flight
 from specinfer.runtime.kv_cache import KvCache
 from specinfer.runtime.runner import ModelRunner, Move
 from specinfer.speculate.drafts.draft_tokens import CommonTokens, DraftVocabulary
@@ -223,6 +226,25 @@ class LevelDraft(Draft):
     done.
     """
 
+    def __init__(
+        self,
+        name: str,
+        runner: ModelRunner | HeadRunner[Any],
+        shape: Shape,
+        *,
+        max_rows: int,
+        vocabulary: DraftVocabulary | None = None,
+        taps: tuple[int, ...] = (),
+        cache: KvCache | None = None,
+    ) -> None:
+        """Make a draft with logits for `vocabulary` (None: all); the other arguments are those of Draft."""
+        super().__init__(name, shape, max_rows=max_rows, block_size=runner.block_size, taps=taps, cache=cache)
+        self._vocabulary = vocabulary
+        self._shortlist: CommonTokens | None = None
+        if runner.shortlist is not None:
+            size = runner.model.config.vocab_size if vocabulary is None else vocabulary.size
+            self._shortlist = CommonTokens(runner.shortlist, size)
+
     def deepen(self, below: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
         """Draw children below these nodes of these entries' trees in one pass."""
         parts: list[tuple[int, Rows]] = []
@@ -240,7 +262,9 @@ class LevelDraft(Draft):
                 drawing.append(i)
                 sites.extend(growth.sites(self._shape))
         if parts:
-            self._draw(parts, sites)
+            texts, short = (self._growths[i].entry.token_ids for i, _ in parts), self._shortlist
+            few = short is not None and all(map(short.has_most_of, texts))
+            draw_children(self._run(parts, few=few), sites, short if few else self._vocabulary)
         for i in drawing:
             self._growths[i].descend()
         return {i: ends for i in drawing if (ends := self._growths[i].ends)}
@@ -257,8 +281,8 @@ class LevelDraft(Draft):
         """Return rows of nodes to extend; they attend to the text, their ancestors and themselves."""
 
     @abstractmethod
-    def _draw(self, parts: Sequence[tuple[int, Rows]], sites: Sequence[Site]) -> None:
-        """Run the rows of these entries, and add the children of the sites, one site per row with logits."""
+    def _run(self, parts: Sequence[tuple[int, Rows]], *, few: bool) -> Flight:
+        """Run the rows of these entries; with `few`, make the logits of the shortlist alone."""
 
 
 def moves_along(path: Sequence[int], growth: Growth, root: int, block_table: Sequence[int]) -> list[Move]:
@@ -312,13 +336,8 @@ class DraftModel(LevelDraft):
                 draft reads the id before `reads` instead.
         """
         cache = runner.cache if runner.states is None else None
-        super().__init__(name, shape, max_rows=max_rows, block_size=runner.block_size, cache=cache)
+        super().__init__(name, runner, shape, max_rows=max_rows, vocabulary=vocabulary, cache=cache)
         self._runner = runner
-        self._vocabulary = vocabulary
-        self._shortlist: CommonTokens | None = None
-        if runner.shortlist is not None:
-            size = runner.model.config.vocab_size if vocabulary is None else vocabulary.size
-            self._shortlist = CommonTokens(runner.shortlist, size)
         self._last_id = None if reads is None else reads - 1
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
@@ -390,8 +409,5 @@ class DraftModel(LevelDraft):
         growth = self._growths[entry]
         return frontier_rows(growth, nodes, growth.entry.end - 1, growth.entry.block_table)
 
-    def _draw(self, parts: Sequence[tuple[int, Rows]], sites: Sequence[Site]) -> None:
-        rows, short = [part for _, part in parts], self._shortlist
-        texts = (self._growths[entry].entry.token_ids for entry, _ in parts)
-        few = short is not None and all(map(short.has_most_of, texts))
-        draw_children(self._runner.launch(rows, few=few), sites, short if few else self._vocabulary)
+    def _run(self, parts: Sequence[tuple[int, Rows]], *, few: bool) -> Flight:
+        return self._runner.launch([rows for _, rows in parts], few=few)

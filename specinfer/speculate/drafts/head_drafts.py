@@ -35,10 +35,10 @@ from specinfer.plan import PlanEntry
 from specinfer.request import Request
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.features import TextFeatures, UnreadFeatures
+from specinfer.runtime.flight import Flight
 from specinfer.runtime.kv_cache import KvCache
 from specinfer.speculate.drafts.draft import CachedText, Draft, LevelDraft, frontier_rows
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, named_tokens
-from specinfer.speculate.drafts.draws import Site, draw_children
 from specinfer.speculate.drafts.growth import Growth, GuessedTree, Shape, trees_first
 from specinfer.speculate.drafts.one_pass import OnePassTrees
 from specinfer.tree import TokenTree
@@ -58,14 +58,13 @@ class EagleDraft(LevelDraft):
     ) -> None:
         """Make a draft that reads at most `max_rows` rows in one step, and keeps as many of each text."""
         super().__init__(
-            *(name, shape),
+            *(name, runner, shape),
             max_rows=max_rows,
-            block_size=runner.block_size,
+            vocabulary=vocabulary,
             taps=runner.model.head.taps,
             cache=runner.cache.kv,
         )
         self._runner = runner
-        self._vocabulary = vocabulary  # tokens of the head's logits; None: all
         # For each entry, the outputs of its nodes, which their children read.
         self._fed: dict[int, Tensor] = {}
 
@@ -92,7 +91,7 @@ class EagleDraft(LevelDraft):
         table = growth.entry.block_table[origin // self._runner.block_size :]
         return frontier_rows(growth, nodes, growth.entry.end - 2 - origin, table)
 
-    def _draw(self, parts: Sequence[tuple[int, Rows]], sites: Sequence[Site]) -> None:
+    def _run(self, parts: Sequence[tuple[int, Rows]], *, few: bool) -> Flight:
         """See LevelDraft; nodes read the outputs of their parents' rows."""
         texts: list[EagleText] = []
         for i, rows in parts:
@@ -104,11 +103,11 @@ class EagleDraft(LevelDraft):
                 above = torch.tensor(self._growths[i].above[-count:], device=fed.device)
                 texts.append(EagleText(rows, text.origin, fed_TD=fed.index_select(0, above)))
         made = self._runner.guess(texts)
-        draw_children(self._runner.model.flight(made.read_RD), sites, self._vocabulary)
         for (i, _), new in zip(parts, made.made, strict=True):
             if self._growths[i].started:
                 assert new is not None
                 self._fed[i] = torch.cat((self._fed[i], new)) if i in self._fed else new
+        return self._runner.flight(made, few=few)
 
 
 class AssistantDraft(EagleDraft):
@@ -238,12 +237,15 @@ def head_draft(
     block_size: int,
     max_rows: int,
     target: KvCache,
+    shortlist: int | None = None,
 ) -> tuple[HeadRunner[Any], Draft]:
     """Return the runner of a loaded head, with its own cache of `num_blocks` blocks, and its draft.
 
-    `target` is the target's cache, which has as many blocks.
+    `target` is the target's cache, which has as many blocks. `shortlist` is as in HeadRunner.
     """
-    runner: HeadRunner[Any] = HeadRunner(model, num_blocks=num_blocks, block_size=block_size, target=target)
+    runner: HeadRunner[Any] = HeadRunner(
+        model, num_blocks=num_blocks, block_size=block_size, target=target, shortlist=shortlist
+    )
     vocabulary = named_tokens(model.ids, model.config.vocab_size)
     kind: type[EagleDraft | BlockDraft] = EagleDraft if isinstance(model, RecursiveModel) else BlockDraft
     if isinstance(model, AssistantModel):

@@ -18,7 +18,7 @@ from torch import Tensor
 from specinfer.kernels.file_blocks import BlockForm, empty_blocks, lay_out_blocks
 from specinfer.kernels.layout import GROUP, BlocksWeight, choose_rows, quantize_int4, quantize_int8, rotate
 from specinfer.kernels.parts import SumParts
-from specinfer.kernels.product import NativeProduct, ProductOptions
+from specinfer.kernels.product import NativeProduct, ProductOptions, first_channels
 from specinfer.kernels.quantized import NativeProducts, Product, Products
 from specinfer.models.gguf_blocks import FILE_BLOCKS
 from tests.gguf_blocks import random_blocks
@@ -123,11 +123,14 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(native: NativeProducts, kin
 @EACH_KIND
 def test_the_first_channels_are_those_of_the_whole(native: NativeProducts, kind: str) -> None:
     whole = product(native, kind, 49, 768, biased=True)
-    assert isinstance(whole, NativeProduct)
     x = activations(40, 768, dtype_of(kind))
     for rows, channels in product_of((1, 7, 40), (16, 32)):
-        assert torch.equal(whole.first(channels)(x[:rows]), whole(x[:rows])[:, :channels]), (rows, channels)
+        first = first_channels(whole, channels)
+        assert first is not None
+        assert torch.equal(first(x[:rows]), whole(x[:rows])[:, :channels]), (rows, channels)
     assert whole(x).shape == (40, 49)
+    assert first_channels(whole, 49) is None
+    assert first_channels(product(Products(), kind, 49, 768), 16) is None
 
 
 @EACH_KIND

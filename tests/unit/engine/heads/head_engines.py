@@ -53,6 +53,12 @@ def load(
     return head, load_head(head, tiny.target, kernels=kernels, **how)
 
 
+def logits_made(text: list[int], shortlist: int) -> slice:
+    """Return which logits a head makes behind a text, of all or of the first `shortlist` tokens."""
+    last = text[-64:]
+    return slice(shortlist if sum(token >= shortlist for token in last) <= len(last) / 8 else None)
+
+
 def engine(tiny: Tiny, head: AnyHeadModel | None, **options: Any) -> LLM:
     drafts = {} if head is None else {"draft": head}
     config = EngineConfig.from_options("tiny", {**ENGINE, "drafts": ("head",) * len(drafts), **options})

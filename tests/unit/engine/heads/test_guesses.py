@@ -9,22 +9,25 @@ import pytest
 import torch
 
 from specinfer import SamplingParams
+from specinfer.engine import drafts
 from specinfer.heads.checkpoint import AnyHeadModel
 from specinfer.kernels.choice import TORCH
 from specinfer.models.open_model import open_model
 from specinfer.tree.distribution import Distribution
 from specinfer.tree.token_tree import draws_by_parent
 from tests.engines import Tiny
-from tests.heads import block_config, change_head, eagle_config, tiny_body, tiny_head, write_tiny_head
+from tests.heads import VOCAB, block_config, change_head, eagle_config, tiny_body, tiny_head, write_tiny_head
 from tests.unit.engine.heads.head_engines import (
     HEADS,
     PROMPTS,
+    SAMPLED,
     AnyHead,
     answered,
     engine,
     is_as_likely,
     likelihood_gap,
     load,
+    logits_made,
     module_logits,
     shaped,
 )
@@ -77,6 +80,36 @@ def test_samples_are_drawn_from_the_law_that_is_told(
                     )
                     np.testing.assert_allclose(law_of_all[head.ids.numpy()], expected, atol=1e-4)
     assert seen > 6
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("own_head", [False, True])
+def test_texts_of_common_tokens_are_guessed_from_the_shortlist(
+    tiny: Tiny, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_head: bool
+) -> None:
+    monkeypatch.setattr(drafts, "_SHORTLIST", 32)
+    config = eagle_config(draft_vocab_size=VOCAB, own_head=own_head)
+    head, loaded = load(tiny, folder, write_tiny_head(tiny_head(config, seed=3), tmp_path))
+    module, counts = head.module(open_model(folder / "target")), set[int]()
+    with engine(tiny, loaded, verifier="mss", draw="iid", expansion=(2, 2, 1)) as llm:
+        params = SamplingParams(max_tokens=16, temperature=0.9, seed=11)
+        for text, hidden_TND, tree in [one for p in PROMPTS for one in answered(llm, tiny, [p], params)]:
+            made = logits_made(text, 32)
+            for parent, draws in draws_by_parent(tree.draws).items():
+                logits = module_logits(module, text, hidden_TND, list(tree.path_tokens(parent)))[made]
+                for one in draws:
+                    assert isinstance(one.law, Distribution)
+                    counts.add(len(logits))
+                    told, others = np.split(one.law.dense(), [len(logits)])
+                    np.testing.assert_allclose(told, (logits / 0.9).softmax(-1).double().numpy(), atol=1e-4)
+                    assert not others.any()
+    assert counts == {32, VOCAB}
+    for sampling in ({"temperature": 0}, SAMPLED):
+        params = SamplingParams(max_tokens=24, **sampling)
+        with engine(tiny, loaded) as llm, engine(tiny, None) as plain:
+            outputs, alone = llm.generate(PROMPTS, params), plain.generate(PROMPTS, params)
+        assert [one.token_ids for one in outputs] == [one.token_ids for one in alone], sampling
+        assert sum(one.figures.proposed_by["draft"] for one in outputs) > 0
 
 
 def test_guesses_are_the_likeliest_with_what_the_token_before_adds(tiny: Tiny, folder: Path) -> None:

@@ -15,6 +15,7 @@ from gguf.constants import GGMLQuantizationType
 from safetensors.torch import load_file
 
 from specinfer import SamplingParams
+from specinfer.engine import drafts
 from specinfer.engine.steps import TreeEvent
 from specinfer.errors import ConfigError, ModelError
 from specinfer.heads.checkpoint import load_head
@@ -30,14 +31,14 @@ from specinfer.speculation_config import OWN_HEAD, Quantization
 from specinfer.tree.token_tree import draws_by_parent
 from tests.engines import CPU, ENGINE, assert_idle
 from tests.kernels import kernels
-from tests.mtp import LAYOUTS, alone, change, oracle, write_target
+from tests.mtp import LAYOUTS, VOCAB, alone, change, oracle, write_target
 from tests.oracles.mtp import MtpOracle
 from tests.parity.families import save_random
 from tests.parity.gguf_files import write_gguf
 from tests.ranks import llm_of
 from tests.shown import Lines
 from tests.states import StateRunner
-from tests.unit.engine.heads.head_engines import PROMPTS, SAMPLED, shaped, trees_after
+from tests.unit.engine.heads.head_engines import PROMPTS, SAMPLED, logits_made, shaped, trees_after
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
@@ -49,7 +50,13 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def gap(
-    made_by: MtpOracle, llm: LLM, states: Any, prompt: list[int], params: SamplingParams, **how: Any
+    made_by: MtpOracle,
+    llm: LLM,
+    states: Any,
+    prompt: list[int],
+    params: SamplingParams,
+    shortlist: int = VOCAB,
+    **how: Any,
 ) -> tuple[float, set[int]]:
     """The largest error of a guess's probability in an engine, and the depths of its trees."""
     events: list[TreeEvent] = []
@@ -60,6 +67,7 @@ def gap(
         depths.update(tree.depths())
         for parent, draws in draws_by_parent(tree.draws).items():
             logits = made_by.logits(text, states_TD, list(tree.path_tokens(parent)), **how)
+            logits = logits[logits_made(text, shortlist)]
             probs = np.exp(logits - logits.max())
             probs /= probs.sum()
             for one in draws:
@@ -94,6 +102,26 @@ def test_every_guess_is_as_likely_as_the_oracle_says(name: str, targets: dict[st
         wrong, _ = gap(made_by, llm, states, PROMPTS[0], shaped(8), normed=False)
         assert wrong > 1e-3, "a head that reads the state before the target's last norm would not be found"
         assert llm.statistics().prefix_hits > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "mimo"])
+def test_texts_of_common_tokens_are_guessed_from_the_shortlist(
+    name: str, targets: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafts, "_SHORTLIST", 32)
+    made_by, found = oracle(name, targets[name]), list[float]()
+    with LLM(str(targets[name]), **ENGINE, drafts=OWN_HEAD) as llm:
+        found = [
+            gap(made_by, llm, last_states(llm), prompt, shaped(8), shortlist)[0]
+            for shortlist in (32, VOCAB)
+            for prompt in PROMPTS
+        ]
+        for sampling in (GREEDY, SAMPLED):
+            params = SamplingParams(max_tokens=24, **sampling)
+            outputs, alone = llm.generate(PROMPTS, params), llm.variant(drafts=()).generate(PROMPTS, params)
+            assert [one.token_ids for one in outputs] == [one.token_ids for one in alone]
+    assert max(found[: len(PROMPTS)]) < 1e-4
+    assert max(found[len(PROMPTS) :]) > 1e-3, "some are of the shortlist alone"
 
 
 @pytest.mark.few(1)
@@ -203,8 +231,8 @@ def test_texts_of_a_gguf_file(quantization: Quantization, targets: dict[str, Pat
     assert head.fitting(quantization) == quantization
     draft = load_head(head, target, kernels=draft_kernels(used), quantization=quantization)
     texts = []
-    for drafts in ({}, {"draft": draft}):
-        with llm_of(target, targets["qwen3.5"], drafts) as llm:
+    for named in ({}, {"draft": draft}):
+        with llm_of(target, targets["qwen3.5"], named) as llm:
             outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=16, **GREEDY))
             texts.append([one.token_ids for one in outputs])
     assert texts[0] == texts[1]
