@@ -133,17 +133,11 @@ class Chat(ChoicesAnswer[ChatFields]):
     def _finish(self) -> dict[str, Any]:
         for choice in self._choices.values():
             delta = choice.pop("delta")
-            choice["message"] = {"role": "assistant", "content": None, "refusal": None} | delta
+            first = {"role": "assistant", "content": delta.pop("content") or None, "refusal": None}
+            choice["message"] = first | delta
             if "tool_calls" in delta:
                 choice["message"]["tool_calls"] = [*delta["tool_calls"].values()]
         return super()._finish()
-
-    def _written(self, events: list[Event]) -> str:
-        for piece in events:
-            if piece["index"] not in self._started:
-                self._started.add(piece["index"])
-                piece["delta"] = {"role": "assistant", "content": ""} | piece["delta"]
-        return super()._written(events)
 
     async def _prepare(self) -> Prompts:
         fields = self._fields
@@ -172,6 +166,9 @@ class Chat(ChoicesAnswer[ChatFields]):
         if not (any(piece.values()) or fields.trace or "prompt_logprobs" in piece):
             return []
         pieces = self._split_end(piece, delta) if fields.logprobs else [piece]
+        if number not in self._started:
+            self._started.add(number)
+            pieces[0]["delta"] = {"role": "assistant", "content": ""} | message
         return [{"index": number} | one for one in pieces]
 
     def _split_end(self, piece: dict[str, Any], delta: Delta) -> list[dict[str, Any]]:
