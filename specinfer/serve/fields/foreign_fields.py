@@ -77,16 +77,17 @@ def translate(body: dict[str, Any], own: Own) -> None:
         body[name] = _tidied(body[name], name, top=True)
         if body[name] is None:
             del body[name]
-    for name in [name for name in RENAMED if name in body and name not in own]:
-        if target := next((one for one in RENAMED[name] if one in own), None):
-            put(body, target, body.pop(name), name)
-    if "response_format" in own:
-        _read_forms(body)
-    if "chat_template_kwargs" in own:
-        _read_template_fields(body, own)
-    for name in [*body]:
-        if name in REFUSED and name not in own:
-            _check_neutral(name, body.pop(name), REFUSED[name])
+    if not body.keys() <= own:
+        for name in [name for name in RENAMED if name in body and name not in own]:
+            if target := next((one for one in RENAMED[name] if one in own), None):
+                put(body, target, body.pop(name), name)
+        if "response_format" in own:
+            _read_forms(body)
+        if "chat_template_kwargs" in own:
+            _read_template_fields(body, own)
+        for name in [*body]:
+            if name in REFUSED and name not in own:
+                _check_neutral(name, body.pop(name), REFUSED[name])
     _settle(body, own)
 
 
