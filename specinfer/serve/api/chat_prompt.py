@@ -43,6 +43,7 @@ def build_prompt(service: Service, fields: ConversationFields, messages: Message
     template, a program of the model's author.
     """
     dialect, choice = service.dialect, fields.chosen
+    reasoning = dialect.reasoning
     variables = _variables(service, fields)
     sizes = {"messages": len(str(messages)), "chat_template_kwargs": len(str(variables))}  # about
     service.check_sizes(sizes | {"tools": 0 if choice.mode == "none" else len(str(fields.tools or ""))})
@@ -54,7 +55,7 @@ def build_prompt(service: Service, fields: ConversationFields, messages: Message
             )
         described = read_tools(fields.functions)
         tools = described if choice.among(described) else ()
-    form = _form(fields, dialect.reasoning) if tools and choice.mode == "auto" else None
+    form = _form(fields, reasoning) if tools and choice.mode == "auto" else None
     calls = dialect.calls
     if tools and calls is None:
         raise ApiError(dialect.no_calls, param="tools")
@@ -70,18 +71,20 @@ def build_prompt(service: Service, fields: ConversationFields, messages: Message
         continue_final_message=fields.continue_final_message is True,
     )
     service.check_sizes({"messages": len(rendered.text)})  # a text that is too long is not tokenized
-    starts_inside, closed, preamble = _reasoning_state(dialect.reasoning, rendered, fields)
-    visible = () if dialect.reasoning is None else tuple(dialect.reasoning.special.values())
-    constraints: dict[str, Any] = {"preamble": preamble}
+    starts_inside, closed, visible = False, False, list[int]()
+    constraints: dict[str, Any] = {}
+    if reasoning is not None:
+        starts_inside, closed, constraints["preamble"] = _reasoning_state(reasoning, rendered, fields)
+        visible += reasoning.special.values()
     if tools and calls is not None:
-        visible = (*calls.special.values(), *visible)
+        visible = [*calls.special.values(), *visible]
         with naming("tools"):
             grammar = call_grammar(
                 calls,
                 tools,
                 choice,
                 parallel=fields.parallel,
-                reasoning=None if closed and not starts_inside else dialect.reasoning,
+                reasoning=None if closed and not starts_inside else reasoning,
                 starts_inside=starts_inside,
                 form=form,
                 whitespace=fields.json_whitespace or "bounded",
@@ -90,11 +93,8 @@ def build_prompt(service: Service, fields: ConversationFields, messages: Message
     encode = partial(service.chat.encode, add_special_tokens=fields.add_special_tokens is True)
     token_ids = tuple(encode(rendered))
     constraints |= {"visible_token_ids": visible or None}
-    budget = _budget(service, fields, dialect.reasoning)
-    if budget is not None and dialect.reasoning is not None:
-        constraints["thinking"] = dialect.reasoning.bound(
-            budget, rendered, service.tokenizer, calls=bool(tools)
-        )
+    if reasoning is not None and (budget := _budget(service, fields, reasoning)) is not None:
+        constraints["thinking"] = reasoning.bound(budget, rendered, service.tokenizer, calls=bool(tools))
     constraints["cache_pins"] = tuple(
         (common_length(token_ids, encode(_common(rendered, messages[:count], render))), seconds)
         for seconds, count in fields.cached_prefixes.items()
@@ -135,14 +135,12 @@ def _form(fields: ConversationFields, reasoning: Reasoning | None) -> Structured
 
 
 def _reasoning_state(
-    reasoning: Reasoning | None, prompt: Rendered, fields: ConversationFields
+    reasoning: Reasoning, prompt: Rendered, fields: ConversationFields
 ) -> tuple[bool, bool, str | None]:
     """Return (starts inside reasoning, has no more reasoning, rules before a form).
 
     There are no such rules if the form itself contains the closing delimiter.
     """
-    if reasoning is None:
-        return False, False, None
     opened, closed = reasoning.state(prompt)
     if not fields.forms or _covers_reasoning(fields, reasoning) or closed:
         return opened, closed, None
@@ -154,15 +152,13 @@ def _covers_reasoning(fields: ConversationFields, reasoning: Reasoning) -> bool:
     return any(reasoning.close in rule for rule in (fields.regex, fields.grammar) if rule is not None)
 
 
-def _budget(service: Service, fields: ConversationFields, reasoning: Reasoning | None) -> int | None:
+def _budget(service: Service, fields: ConversationFields, reasoning: Reasoning) -> int | None:
     """Return the maximum of tokens of thinking: the request's, the one of its effort, or the server's.
 
     A form that contains the reasoning has none; raises ApiError if the request gives both.
     """
     given = None if fields.budget is None or fields.budget < 0 else fields.budget
-    if given is not None and reasoning is None:
-        service.field_policy.log_once("the budget of thinking has no effect: the model does not reason")
-    if reasoning is not None and _covers_reasoning(fields, reasoning):
+    if _covers_reasoning(fields, reasoning):
         if given is not None:
             raise ApiError(
                 f"the form contains {reasoning.close}, and {fields.budget_field} bounds the reasoning before "
@@ -183,6 +179,8 @@ def _variables(service: Service, fields: ConversationFields) -> dict[str, Any]:
     Without `reasoning_effort` a template may have a switch, `enable_thinking` or `thinking`, which an effort
     sets. Without both a switch must agree with the model's fixed behaviour.
     """
+    if service.dialect.reasoning is None and fields.budget is not None and fields.budget >= 0:
+        service.field_policy.log_once("the budget of thinking has no effect: the model does not reason")
     given = {name: one for name, one in (fields.chat_template_kwargs or {}).items() if one is not None}
     known, effort = service.chat.variables, fields.effort
     switch = next((name for name in ("enable_thinking", "thinking") if name in known), None)
