@@ -192,7 +192,8 @@ class Engine:
             self._stepped = [self._requests[entry.request.request_id] for entry in plan.entries]
             self.clock.lap(Stage.SCHEDULE)
             if plan.entries:
-                self._copy_rows(plan)
+                if plan.copies:
+                    self._copy_rows(plan)
                 self.listeners.announce(plan)
                 with torch_threads(self._threads):
                     deltas = self._land(self._launch(plan))
@@ -218,8 +219,6 @@ class Engine:
 
     def _copy_rows(self, plan: StepPlan) -> None:
         """Copy the rows of blocks that new texts begin like, before a failing pass could leave them out."""
-        if not plan.copies:
-            return
         size = self._executor.block_size
         self._executor.move(
             [
@@ -252,7 +251,8 @@ class Engine:
         for running, _ in committed:
             if running.transcript.finished:
                 self._remove(running)
-        self._pass_states(launched, verdicts)
+        if self._speculators.taps:
+            self._pass_states(launched, verdicts)
         self.clock.lap(Stage.COMMIT)
         outcomes = [
             Outcome(one.request.request_id, tokens, one.transcript.finished) for one, tokens in committed
@@ -292,7 +292,8 @@ class Engine:
                 committed.append((running, ()))
                 continue
             committed.append((running, running.accept(law, verdict, now, self._tokenizer)))
-            self._trace(running, law.tree, verdict, decision, now)
+            if self.listeners.on_tree is not None:
+                self._trace(running, law.tree, verdict, decision, now)
             if not running.transcript.finished:
                 moves += accepted_moves(entry, verdict.path)
         self._executor.move(moves)
@@ -312,8 +313,6 @@ class Engine:
         now: float,
     ) -> None:
         """Call `on_tree`; its exception ends the request."""
-        if self.listeners.on_tree is None:
-            return
         clock, name = self.clock, running.request.request_id
         wrong = self.listeners.trace(TreeEvent(clock.steps, name, tree, acceptance, clock.last, decision))
         if wrong is not None and not running.transcript.finished:
@@ -321,8 +320,6 @@ class Engine:
 
     def _pass_states(self, launched: _Launched, verdicts: Sequence[Acceptance | UserError]) -> None:
         """Pass the hidden states of committed rows of continuing texts to the speculators that read them."""
-        if not self._speculators.taps:
-            return
         paths = [
             verdict.path
             if isinstance(verdict, Acceptance) and entry.request.request_id in self._requests

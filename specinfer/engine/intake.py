@@ -86,9 +86,16 @@ class Intake:
                 f"special_tokens_in_messages is {special_tokens!r}; allowed: text, special",
                 "special_tokens_in_messages",
             )
-        more: dict[str, Any] = {"tools": _as_tools(tools), "special_tokens": special_tokens}
+        if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise RequestError(
+                f'the tools are {tools!r}; allowed: a list of {{"type": "function", "function": {{...}}}}',
+                "tools",
+            )
         with naming("messages"):
-            encoded = [self._chat.token_ids(chat, **more) for chat in _as_conversations(messages)]
+            encoded = [
+                self._chat.token_ids(chat, tools=tools, special_tokens=special_tokens)
+                for chat in _as_conversations(messages)
+            ]
         return self._admit(encoded, params, "messages", lora)
 
     def completion(
@@ -202,16 +209,6 @@ def _as_conversations(messages: object) -> list[Sequence[Message]]:
     if several is None or isinstance(messages, str) or not all(isinstance(c, Sequence) for c in several):
         raise RequestError(f"the messages are {messages!r}; allowed: a list of messages, or of such lists")
     return several
-
-
-def _as_tools(tools: object) -> Sequence[Tool]:
-    """Return tools for the chat template, which reads their fields; raises RequestError for other types."""
-    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise RequestError(
-            f'the tools are {tools!r}; allowed: a list of {{"type": "function", "function": {{...}}}}',
-            "tools",
-        )
-    return tools
 
 
 def _one_each(
