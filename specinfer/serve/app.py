@@ -33,7 +33,7 @@ from specinfer.serve.api.response_fields import ResponseFields
 from specinfer.serve.api.responses import Responses, ResponseStore
 from specinfer.serve.api.service import Service
 from specinfer.serve.api.tokens import DetokenizeFields, TokenizeFields, detokenize, tokenize
-from specinfer.serve.fields.body import Fields, parse
+from specinfer.serve.fields.body import Fields
 from specinfer.serve.fields.sampling import SamplingFields
 from specinfer.serve.http.access import Access, Hosts, Keys
 from specinfer.serve.http.api_error import ApiError, answer_http_error
@@ -150,7 +150,7 @@ def _add_answers(paths: _Paths, pool: ModelPool) -> None:
         body = BytesIO()
         async for piece in request.stream():
             body.write(piece)
-        return parse(kind, body.getvalue(), config.max_body, pool.field_policy)
+        return pool.field_policy.parse(kind, body.getvalue())
 
     def generated(
         path: str,
@@ -239,7 +239,7 @@ def _add_models(paths: _Paths, pool: ModelPool) -> None:
         return JSONResponse({"success": True})
 
     async def _named(request: Request) -> _ModelFields:
-        return parse(_ModelFields, await request.body(), pool.config.max_body, pool.field_policy)
+        return pool.field_policy.parse(_ModelFields, await request.body())
 
     async def embeddings(_: Request) -> Response:
         raise ApiError(

@@ -29,7 +29,7 @@ from specinfer.hub.resolution import resolve
 from specinfer.progress import Progress
 from specinfer.serve.backend.engine_child import EngineChild
 from specinfer.serve.config import ServeConfig, ServedModel
-from specinfer.serve.fields.body import Fields, parse
+from specinfer.serve.fields.body import FieldPolicy, Fields
 from specinfer.serve.http.access import Keys
 from specinfer.serve.http.api_error import ApiError
 from specinfer.serve.startup import open_pool
@@ -205,7 +205,7 @@ class BatchInput:
         if not path.is_file():
             raise UserError(f"{path} is not a file; give one with a request in each line")
         self._path = path
-        self._max_bytes = max_bytes  # maximum of one request
+        self._policy = FieldPolicy(max_bytes=max_bytes)  # maximum of one request
         self.count = sum(1 for raw in self._lines() if raw.strip())
 
     def left(self, answers: BatchAnswers) -> Iterator[_OpenLine]:
@@ -232,12 +232,12 @@ class BatchInput:
 
     def _read(self, number: int, raw: bytes) -> _OpenLine:
         try:
-            request = parse(BatchLine, raw, self._max_bytes)
+            request = self._policy.parse(BatchLine, raw)
             if request.body.get("stream"):
                 raise ApiError("body.stream is true, but a batch has no streams; remove it")
         except ApiError as error:
             try:
-                name = parse(_Named, raw, self._max_bytes).custom_id
+                name = self._policy.parse(_Named, raw).custom_id
             except ApiError:
                 name = None
             return _OpenLine(number, name, None, error.body["error"]["message"])

@@ -63,7 +63,7 @@ class ModelPool:
         self.models = tuple(models)  # the first is the default
         self.is_fixed = opener is None
         self.draining = False
-        self.field_policy = FieldPolicy(config.unknown_fields)
+        self.field_policy = FieldPolicy(config.unknown_fields, config.max_body)
         self._by_name = {name: one for one in models for name in one.names}
         self._opener = opener
         self._memory = memory

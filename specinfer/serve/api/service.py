@@ -62,7 +62,7 @@ class Service:
         self.models = tuple(models)  # names of the model, the default first
         self.adapters = tuple(adapters)  # names of adapters, for the `model` field
         self.metrics = metrics
-        self.field_policy = FieldPolicy(config.unknown_fields)
+        self.field_policy = FieldPolicy(config.unknown_fields, config.max_body)
         self.sampling = dict(sampling or {})  # defaults of sampling fields, by name
         self._observers = (metrics.observe, *observers)
         self._max_completions = batch + config.max_waiting  # maximum of completions at a time

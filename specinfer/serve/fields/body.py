@@ -80,34 +80,6 @@ def by_type(tags: Mapping[str | None, str], other: str) -> Discriminator:
     return Discriminator(tag)
 
 
-def parse(
-    kind: type[_Body], body: bytes, max_bytes: int = 16 << 20, policy: FieldPolicy | None = None
-) -> _Body:
-    """Read a request's body of at most `max_bytes` bytes under the field policy.
-
-    Raises ApiError if it is not JSON, if the endpoint does not accept it, or if its values would take much
-    more memory than `max_bytes`.
-    """
-    policy = policy or FieldPolicy()
-    max_tokens = max(_ALWAYS_TOKENS, max_bytes // _BYTES_OF_TOKEN)
-    if len(body) > max_tokens and has_more_tokens(body, max_tokens):
-        raise ApiError(
-            f"the body has more than {max_tokens} strings, commas, colons and brackets; send fewer values",
-            status=413,
-        )
-    try:
-        given = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise ApiError(f"the body is not JSON: {error}") from None
-    if isinstance(given, dict):
-        translate(given, own_names(kind))
-    try:
-        return policy.read(kind, given)
-    except ValidationError as error:
-        fault = ApiError.of_validation(error)
-    raise fault  # outside the except block, so that it does not hold all errors as its context
-
-
 def has_more_tokens(text: bytes, max_tokens: int) -> bool:
     """True if a text, valid JSON or not, has more than `max_tokens` strings and punctuation characters."""
     plain = text.replace(b"\\\\", b"__").replace(b'\\"', b"__")  # without escaped quotes
@@ -115,22 +87,44 @@ def has_more_tokens(text: bytes, max_tokens: int) -> bool:
 
 
 class FieldPolicy:
-    """Applies the policy; keeps the lines already logged. Belongs to one event loop."""
+    """Reads bodies under the policy; keeps the lines already logged. Belongs to one event loop."""
 
-    def __init__(self, unknown: UnknownFields = "error") -> None:
+    def __init__(self, unknown: UnknownFields = "error", max_bytes: int = 16 << 20) -> None:
+        """A body has at most `max_bytes` bytes."""
         self._unknown = unknown
+        self._max_tokens = max(_ALWAYS_TOKENS, max_bytes // _BYTES_OF_TOKEN)
         self._logged: set[str] = set()
 
-    def read(self, kind: type[_Body], body: Any) -> _Body:
-        """Validate a translated body; raises pydantic's ValidationError."""
-        if self._unknown == "error":
-            return kind.model_validate(body)
-        read = kind.model_validate(body, extra="allow")
-        if not (unknown := [*_unknown(read)]):
-            return read
-        for name in unknown:
-            self.log_once(f"the unknown field {cut(name)!r} is ignored")
-        return kind.model_validate(body, extra="ignore")
+    def parse(self, kind: type[_Body], body: bytes) -> _Body:
+        """Read a request's body.
+
+        Raises ApiError if it is not JSON, if the endpoint does not accept it, or if its values would take
+        much more memory than the largest body.
+        """
+        if len(body) > self._max_tokens and has_more_tokens(body, self._max_tokens):
+            raise ApiError(
+                f"the body has more than {self._max_tokens} strings, commas, colons and brackets; "
+                "send fewer values",
+                status=413,
+            )
+        try:
+            given = from_json(body, allow_inf_nan=False)
+        except ValueError as error:
+            raise ApiError(f"the body is not JSON: {error}") from None
+        if isinstance(given, dict):
+            translate(given, own_names(kind))
+        try:
+            if self._unknown == "error":
+                return kind.model_validate(given)
+            read = kind.model_validate(given, extra="allow")
+            if not (unknown := [*_unknown(read)]):
+                return read
+            for name in unknown:
+                self.log_once(f"the unknown field {cut(name)!r} is ignored")
+            return kind.model_validate(given, extra="ignore")
+        except ValidationError as error:
+            fault = ApiError.of_validation(error)
+        raise fault  # outside the except block, so that it does not hold all errors as its context
 
     def log_once(self, line: str) -> None:
         """Log a line about requests, unless it has been logged before."""

@@ -18,7 +18,7 @@ from specinfer.serve.api.chat import Chat, ChatFields
 from specinfer.serve.api.completions import CompletionFields, Completions
 from specinfer.serve.api.service import MAX_FIGURES, Service
 from specinfer.serve.backend.work import EngineInfo, UnavailableError, Work
-from specinfer.serve.fields.body import parse
+from specinfer.serve.fields.body import FieldPolicy
 from specinfer.serve.http.api_error import ApiError
 from specinfer.speculate.lookups.prediction import MAX_DELETED
 from specinfer.tokenizer import Tokenizer
@@ -72,9 +72,9 @@ def test_more_than_one_request_may_ever_have_is_refused_at_once(tokenizer: Token
 
     def ask(fields: dict[str, Any]) -> Chat | Completions:
         if "prompt" in fields:
-            return Completions(service, parse(CompletionFields, json.dumps(fields).encode()))
+            return Completions(service, FieldPolicy().parse(CompletionFields, json.dumps(fields).encode()))
         body = fields | {"messages": HI}
-        return Chat(service, parse(ChatFields, json.dumps(body).encode()))
+        return Chat(service, FieldPolicy().parse(ChatFields, json.dumps(body).encode()))
 
     for fields, param, message in cases:
         with pytest.raises(ApiError, match=message) as error:
@@ -130,7 +130,9 @@ async def test_a_stream_may_begin_when_all_are_admitted_and_can_be_refused_no_mo
     found = [delta async for _, delta in service.answer([(1,)], [SamplingParams(n=2)])]
     assert [delta.text for delta in found] == ["", "a", "a"]  # one sign
     assert found[0].started == bool(max_wait)
-    fields = parse(CompletionFields, json.dumps({"prompt": "a", "n": 2, "stream": True}).encode())
+    fields = FieldPolicy().parse(
+        CompletionFields, json.dumps({"prompt": "a", "n": 2, "stream": True}).encode()
+    )
     first, *events = [event async for event in Completions(service, fields).events()]
     assert (first, len(events)) == ("", 2)
 
@@ -178,9 +180,11 @@ def test_log_probabilities_of_a_prompt_stand_in_its_first_choice(tokenizer: Toke
     for streamed in (False, True):
         service = service_of(tokenizer, max_waiting=8)
         service.backend.generate = scored
-        completions = Completions(service, parse(CompletionFields, json.dumps(prompts).encode()))
+        completions = Completions(
+            service, FieldPolicy().parse(CompletionFields, json.dumps(prompts).encode())
+        )
         assert asyncio.run(run(completions, streamed)) == [(0, caught), (2, caught)]
-        answers = Chat(service, parse(ChatFields, json.dumps(chat).encode()))
+        answers = Chat(service, FieldPolicy().parse(ChatFields, json.dumps(chat).encode()))
         assert asyncio.run(run(answers, streamed)) == [(0, caught)]
 
 

@@ -10,7 +10,7 @@ from specinfer.serve.api.chat import ChatFields
 from specinfer.serve.api.completions import CompletionFields
 from specinfer.serve.api.response_fields import ResponseFields
 from specinfer.serve.api.tokens import DetokenizeFields, TokenizeFields
-from specinfer.serve.fields.body import FieldPolicy, parse
+from specinfer.serve.fields.body import FieldPolicy
 from tests.unit.serve.asked import HI
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [None, 1.0]}}}
@@ -27,7 +27,7 @@ MADE = (ChatFields, CompletionFields, ResponseFields)  # those that make text
 
 def read(kind: Any, more: dict[str, Any], policy: FieldPolicy | None = None) -> Any:
     """A body of that kind, checked."""
-    fields = parse(kind, json.dumps(PLAIN[kind] | more).encode(), policy=policy or FieldPolicy("ignore"))
+    fields = (policy or FieldPolicy("ignore")).parse(kind, json.dumps(PLAIN[kind] | more).encode())
     if kind in MADE:
         fields.check()
     return fields

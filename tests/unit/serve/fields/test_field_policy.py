@@ -17,7 +17,7 @@ from specinfer.serve.api.chat import ChatFields
 from specinfer.serve.api.completions import CompletionFields
 from specinfer.serve.api.message_fields import MessageFields
 from specinfer.serve.api.response_fields import ResponseFields
-from specinfer.serve.fields.body import FieldPolicy, own_names, parse
+from specinfer.serve.fields.body import FieldPolicy, own_names
 from specinfer.serve.fields.foreign_fields import REFUSED, RENAMED, SCHEMAS, THINKING, translate
 from specinfer.serve.http.api_error import ApiError
 from tests.scripted_server import ScriptedBackend, byte_tokenizer, scripted_app
@@ -315,7 +315,7 @@ def test_any_value_of_a_field_is_accepted_or_refused() -> None:
         for name, value in product(sorted(names), ODD):
             for more in ({name: value}, {name: value, "temperature": 0.5, "top_p": 0.5, "text": value}):
                 try:
-                    fields = parse(kind, json.dumps(PLAIN[kind] | more).encode(), policy=policy)
+                    fields = policy.parse(kind, json.dumps(PLAIN[kind] | more).encode())
                     if kind in MADE:
                         fields.check()
                         fields.params() if kind is CompletionFields else fields.sampling_params(9)

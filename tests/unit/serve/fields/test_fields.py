@@ -12,7 +12,7 @@ from specinfer import SamplingParams
 from specinfer.serve.api.chat import ChatFields
 from specinfer.serve.api.completions import CompletionFields
 from specinfer.serve.api.response_fields import ResponseFields
-from specinfer.serve.fields.body import parse
+from specinfer.serve.fields.body import FieldPolicy
 from specinfer.serve.http.api_error import ApiError
 from specinfer.structured_output import structured_output
 from tests.unit.serve.asked import HI
@@ -24,7 +24,7 @@ def error_of(kind: Any, body: Any) -> dict[str, Any]:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
 
     def make() -> None:
-        fields = parse(kind, raw)
+        fields = FieldPolicy().parse(kind, raw)
         fields.check()
         fields.params() if kind is CompletionFields else fields.sampling_params(9)
 
@@ -129,7 +129,7 @@ def test_fields_become_sampling_parameters() -> None:
     same: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3}
     same |= {"cache_salt": "me", "speculation": {"max_nodes": 8}}
     body = {"messages": HI, "stop": "END", "logit_bias": {"42": -5}, "choice": ["yes", "no"]} | same
-    fields = parse(ChatFields, json.dumps(body).encode())
+    fields = FieldPolicy().parse(ChatFields, json.dumps(body).encode())
     assert fields.params(max_tokens=9) == SamplingParams(
         stop=("END",), logit_bias={42: -5.0}, choice=("yes", "no"), max_tokens=9, **same
     )

@@ -13,7 +13,7 @@ from specinfer.serve.api.chat import ChatFields
 from specinfer.serve.api.completions import CompletionFields
 from specinfer.serve.api.response_fields import ResponseFields
 from specinfer.serve.api.tokens import DetokenizeFields
-from specinfer.serve.fields.body import has_more_tokens, parse
+from specinfer.serve.fields.body import FieldPolicy, has_more_tokens
 from specinfer.serve.http.api_error import ApiError
 from tests.unit.serve.asked import HI
 from tests.unit.serve.fields.test_fields import error_of
@@ -62,13 +62,13 @@ def test_the_first_unknown_key_is_named_and_too_many_are_counted() -> None:
 
 def test_a_body_has_only_so_many_values() -> None:
     fits = b'{"tokens": [%s1]}' % (b"1," * 500_000)
-    assert len(parse(DetokenizeFields, fits).tokens) == 500_001
+    assert len(FieldPolicy().parse(DetokenizeFields, fits).tokens) == 500_001
     for most in (1 << 20, 16 << 20):
         with pytest.raises(ApiError, match="send fewer values") as caught:
-            parse(DetokenizeFields, b'{"tokens": [%s1]}' % (b"1," * 600_000), most)
+            FieldPolicy(max_bytes=most).parse(DetokenizeFields, b'{"tokens": [%s1]}' % (b"1," * 600_000))
         assert caught.value.status == 413
     long = json.dumps({"messages": [{"role": "user", "content": '",[{:' * 2_000_000}]}).encode()
-    assert parse(ChatFields, long).messages
+    assert FieldPolicy().parse(ChatFields, long).messages
 
 
 def test_tokens_of_any_text_are_counted() -> None:
@@ -101,7 +101,7 @@ import json, sys
 import psutil
 from specinfer.serve.http.api_error import ApiError
 from specinfer.serve.api.chat import ChatFields
-from specinfer.serve.fields.body import parse
+from specinfer.serve.fields.body import FieldPolicy
 def peak():
     with open("/proc/self/status") as lines:
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
@@ -115,7 +115,7 @@ for around, piece, _ in json.loads(sys.argv[2]):
             pieces += (piece % number if "%" in piece else piece).encode()
         body = around.encode().replace(b"%s", bytes(pieces))
         try:
-            parse(ChatFields, body, size)
+            FieldPolicy(max_bytes=size).parse(ChatFields, body)
             status = 200
         except ApiError as error:
             status = error.status
