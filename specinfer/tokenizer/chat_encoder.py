@@ -42,7 +42,6 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._compiled: dict[str, ChatTemplate] = {}  # a template that two threads compile is the same
 
     def render(
         self,
@@ -78,7 +77,8 @@ class ChatEncoder:
             messages, tools = rewrite(messages)
         given = variables or {}
         name = "tool_use" if tools else "rag" if given.get("documents") else "default"
-        rendered = self._template(name).prepare(
+        template = self._templates.get(name, self._templates["default"])
+        rendered = template.prepare(
             messages,
             add_generation_prompt and not continue_final_message,
             tools,
@@ -108,17 +108,15 @@ class ChatEncoder:
         """Variables that the chat templates read and a caller of `render` may give."""
         if not self._tokenizer.has_chat_template:
             return frozenset()
-        return frozenset().union(*(self._template(name).variables for name in self._tokenizer.templates))
+        return frozenset().union(*(template.variables for template in self._templates.values()))
 
-    def _template(self, name: str) -> ChatTemplate:
-        """The template of that name, else the default one."""
-        name = name if name in self._tokenizer.templates else "default"
-        if (found := self._compiled.get(name)) is None:
-            from specinfer.tokenizer.chat_template import ChatTemplate  # loads Jinja
+    @cached_property
+    def _templates(self) -> dict[str, ChatTemplate]:
+        """The model's templates by name; each compiles itself when it is first used."""
+        from specinfer.tokenizer.chat_template import ChatTemplate  # loads Jinja
 
-            found = ChatTemplate(self._tokenizer.templates.get(name, ""), self._tokenizer.special_tokens)
-            self._compiled[name] = found
-        return found
+        sources, special_tokens = self._tokenizer.templates, self._tokenizer.special_tokens
+        return {name: ChatTemplate(source, special_tokens) for name, source in sources.items()}
 
     @cached_property
     def _special_names(self) -> SpecialNames:
