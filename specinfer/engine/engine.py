@@ -296,7 +296,8 @@ class Engine:
                 self._trace(running, law.tree, verdict, decision, now)
             if not running.transcript.finished:
                 moves += accepted_moves(entry, verdict.path)
-        self._executor.move(moves)
+        if moves:
+            self._executor.move(moves)
         for entry in launched.plan.entries:
             if entry.ends_with_prompt:
                 running = self._requests[entry.request.request_id]
