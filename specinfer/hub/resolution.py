@@ -7,8 +7,8 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from specinfer.errors import DownloadError, ModelNotFoundError, SourceUnavailableError
 from specinfer.files import cache_dir, locked
@@ -29,8 +29,7 @@ _HUB_NAME = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class HubName:
+class HubName(NamedTuple):
     """A parsed hub name: org/name[@revision][:file.gguf or :quantization]."""
 
     repository: str

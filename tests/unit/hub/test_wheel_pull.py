@@ -23,7 +23,6 @@ ENTRY = CatalogueEntry(
     size=len(CONTENT),
     sha256=hashlib.sha256(CONTENT).hexdigest(),
     licence="Apache-2.0",
-    summary="made up",
     sources=(WheelSource("tiny-pkg", "1.0"),),
 )
 
