@@ -126,8 +126,6 @@ def with_pool_members(config: EngineConfig) -> EngineConfig:
     for name in config.speculation.drafts:
         members = pool_members(Path(name).expanduser())
         drafts += [str(path) for path in members] or [name]
-    if tuple(drafts) == config.speculation.drafts:
-        return config
     return replace(config, speculation=replace(config.speculation, drafts=tuple(drafts)))
 
 

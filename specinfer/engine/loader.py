@@ -240,8 +240,6 @@ class Loader:
         weights = found.weight_bytes(self.hardware.dtype, self.hardware.kernels, quantization) // ranks
         kernels = streaming_kernels(self.hardware.kernels, weights)
         name, heads = found.files.name, found.config
-        if heads is None:
-            return kernels
         reason = unsupported(heads.head_dim, heads.num_heads // heads.num_kv_heads, self.hardware.dtype)
         if reason is None or not isinstance(kernels.attention, NativeAttention):
             return kernels

@@ -230,7 +230,7 @@ def test_members_stand_where_their_pool_stood(folder: Path) -> None:
     members = [str(folder / "pool" / f"member{number}") for number in (1, 2)]
     assert with_pool_members(wanted).speculation.drafts == (other, *members)
     plain = config(folder, other)
-    assert with_pool_members(plain) is plain
+    assert with_pool_members(plain) == plain
 
 
 def test_the_text_is_the_same_with_a_pool(folder: Path) -> None:
