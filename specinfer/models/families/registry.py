@@ -158,12 +158,8 @@ HARMLESS: Final = {
     *("chunk_size_feed_forward", "pretraining_tp", "cross_attention_hidden_size", "is_decoder"),
     *("reorder_and_upcast_attn", "n_ctx", "task_specific_params", "summary_type", "summary_use_proj"),
     *("summary_activation", "summary_proj_to_labels", "summary_first_dropout", "embedding_fraction"),
-    *(
-        "output_router_logits",
-        "router_aux_loss_coef",
-        "router_jitter_noise",
-        "altup_coef_clip",
-    ),  # of training
+    # Of training.
+    *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "altup_coef_clip"),
     *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),  # sums are float32 here anyway
     *("is_encoder_decoder", "auto_map", "quantization_config", "tokenizer_class", "is_llama_config"),
     *("_attn_implementation_autoset", "unsloth_version", "unsloth_fixed", "transformers.js_config"),
@@ -174,14 +170,8 @@ HARMLESS: Final = {
     *("chunk_size", "mamba_chunk_size", "use_mamba_kernels", "mamba_ssm_cache_dtype", "residual_in_fp32"),
     *("num_logits_to_keep", "z_loss_coefficient", "rescale_prenorm_residual", "moe_shared_expert_overlap"),
     *("time_step_floor", "time_step_min", "time_step_max", "num_nextn_predict_layers"),
-    *(
-        "mtp_layers_block_type",
-        "mamba_ssm_dtype",
-        "mtp_num_hidden_layers",
-        "mtp_use_dedicated_embeddings",
-        "attn_output_gate",
-    ),
-    *("normalization_function", "init_method", "_model_name_or_path", "_commit_hash"),
+    *("mtp_layers_block_type", "mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+    *("normalization_function", "init_method", "_model_name_or_path", "_commit_hash", "attn_output_gate"),
     # Defaults of generation.
     *("max_length", "min_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p"),
     *("repetition_penalty", "num_beams", "length_penalty", "typical_p", "no_repeat_ngram_size"),
