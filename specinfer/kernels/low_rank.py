@@ -77,14 +77,6 @@ class LowRank(NamedTuple):
         parts = [part._replace(up=Int8Rows.of(part.up)) for part in self.parts if isinstance(part.up, Tensor)]
         return LowRank(Int8Rows.of(self.down), parts)
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of its matrices as in cpu/low_rank.h; PyTorch's take fewer."""
-        weights = self.down.dtype if isinstance(self.down, Tensor) else torch.int8
-        ups = sum(part_bytes(part.channels, len(part.ranks), weights) for part in self.parts)
-        rank, inner = _rows(self.down).shape
-        return matrix_bytes(rank, inner, weights) + ups
-
     def sums(self, x: Tensor, channels: int) -> Tensor:
         """The terms for these rows [rows, inner], float32 [rows, channels].
 

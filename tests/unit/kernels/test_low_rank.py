@@ -17,6 +17,8 @@ from specinfer.kernels.low_rank import (
     LowRankPart,
     Matrix,
     Span,
+    matrix_bytes,
+    part_bytes,
 )
 from specinfer.kernels.product import Product
 from tests.kernels import NAMES, kernels
@@ -42,8 +44,15 @@ def low_rank(seed: int, ranks: Sequence[int], dtype: torch.dtype) -> LowRank:
     return LowRank(random(offset, INNER, seed=seed + 9).to(dtype), parts)
 
 
+def bytes_of(product: LowRank) -> int:
+    """The bytes of its matrices in the library's layout."""
+    weights = product.down.dtype if isinstance(product.down, torch.Tensor) else torch.int8
+    ups = sum(part_bytes(part.channels, len(part.ranks), weights) for part in product.parts)
+    return matrix_bytes(product.parts[-1].ranks.stop, INNER, weights) + ups
+
+
 def adapter_of(chosen: Kernels, *products: LowRank | None) -> Adapter:
-    size = sum(product.nbytes for product in products if product is not None)
+    size = sum(bytes_of(product) for product in products if product is not None)
     return Adapter.of(products, size, chosen.library)
 
 
