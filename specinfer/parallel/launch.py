@@ -220,10 +220,6 @@ class Followers:
         if self._listener is not None:
             self._listener.close()
 
-    def wait(self) -> None:
-        """Wait until all followers on this host have ended, after `close`."""
-        self._processes.wait()
-
     def _check(self) -> None:
         """Call `on_end` once if a follower has ended."""
         if self.on_end and any(one.ended() for one in self._all) and not self._processes.closing:

@@ -79,7 +79,8 @@ def test_a_link_without_a_sign_of_life_is_given_up(monkeypatch: pytest.MonkeyPat
 def test_an_end_on_purpose_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, join = gate_of(2)
     links = [join(1), join(2)]
-    begun, heard = Followers(FollowerProcesses(1, 1), gate), list[object]()
+    processes, heard = FollowerProcesses(1, 1), list[object]()
+    begun = Followers(processes, gate)
     assert begun.addresses == ["", "", ""], "they are of this host"
     begun.on_end = lambda: heard.append("a loss")
     close = Link.close
@@ -90,7 +91,7 @@ def test_an_end_on_purpose_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Link, "close", slowly)
     begun.close()
-    begun.wait()
+    processes.wait()
     assert heard == []
     monkeypatch.undo()
     for link in links:
