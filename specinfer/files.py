@@ -105,14 +105,11 @@ class NewFile:
         while left:
             left = left[self._file.write(left) :]
 
-    def keep(self, *, through_power_cuts: bool = False) -> None:
+    def keep(self) -> None:
         """Close the file and rename it to its path, replacing an existing file.
 
-        With `through_power_cuts` it syncs the data to the disk first; without, a power cut soon afterwards
-        may leave a truncated file.
+        The data is not synced to the disk: a power cut soon afterwards may leave a truncated file.
         """
-        if through_power_cuts:
-            os.fsync(self._file.fileno())
         if self._partial is None:
             with tempfile.TemporaryDirectory(dir=self._path.parent, prefix=f"{self._path.name}.") as folder:
                 named = Path(folder) / self._path.name

@@ -76,17 +76,6 @@ def test_a_file_is_private_unless_asked_otherwise(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == mode
 
 
-def test_only_what_must_outlive_a_power_cut_waits_for_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits: list[int] = []
-    monkeypatch.setattr(files.os, "fsync", waits.append)
-    for asked in (False, True):
-        with NewFile(tmp_path / "out") as new:
-            new.keep(through_power_cuts=asked)
-        assert len(waits) == asked
-
-
 def test_text_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "folder" / "out"
     assert write_whole(path, "\u00e9")
