@@ -3,7 +3,7 @@
     {"prompt": "..."}                          one question
     {"turns": ["...", "..."]}                  Spec-Bench: each turn follows the model's own answer
 
-Optional keys are `category`, `question_id` (or `id`) and `reference`, a known answer. Other keys are ignored.
+Optional keys are `question_id` (or `id`) and `reference`, a known answer. Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ class Conversation:
     """The user's turns of a conversation."""
 
     turns: tuple[str, ...]
-    category: str = ""
     name: str = ""  # question_id, or the line number
     reference: str | None = None  # a known answer; lists of answers are ignored
 
@@ -129,7 +128,7 @@ def conversation_of(line: bytes, number: int, where: str) -> Conversation:
             raise DatasetError(f"{where}: {key} is {got}; allowed: a string that is not empty")
     identity = row.get("question_id", row.get("id", number))
     reference = row["reference"] if isinstance(row.get("reference"), str) else None
-    return Conversation(tuple(turns), str(row.get("category", "")), str(identity), reference)
+    return Conversation(tuple(turns), str(identity), reference)
 
 
 def _keys(row: Iterable[str]) -> str:

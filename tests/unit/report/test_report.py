@@ -31,10 +31,10 @@ def test_prompts_turns_names_and_other_keys(tmp_path: Path) -> None:
     )
     dataset = read_dataset(path)
     assert dataset.conversations == (
-        Conversation(("one",), "", "1"),
-        Conversation(("two", "and then?"), "writing", "81"),
-        Conversation(("three",), "", "x-3", "3"),
-        Conversation(("four",), "", "5"),
+        Conversation(("one",), "1"),
+        Conversation(("two", "and then?"), "81"),
+        Conversation(("three",), "x-3", "3"),
+        Conversation(("four",), "5"),
     )
     assert dataset.num_turns == 5
     assert dataset.head(2).num_turns == 3
