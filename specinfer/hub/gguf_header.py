@@ -113,7 +113,6 @@ class GgufHeader:
     """Everything in a GGUF file before the tensor data."""
 
     path: Path
-    version: int
     metadata: dict[str, Any]  # numbers, booleans, strings, lists of numbers and booleans, Strings
     tensors: tuple[TensorInfo, ...]
     data_offset: int  # bytes from the start of the file to the tensor data
@@ -197,7 +196,7 @@ def _parse(path: Path, buffer: mmap.mmap) -> GgufHeader:
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
         raise ModelFileError(f"{path}: general.alignment is {alignment!r}; allowed: an integer >= 1")
-    return GgufHeader(path, version, metadata, tensors, -(-cursor.position // alignment) * alignment)
+    return GgufHeader(path, metadata, tensors, -(-cursor.position // alignment) * alignment)
 
 
 class _Cursor:

@@ -31,7 +31,7 @@ def folder(path: Path, config: Any) -> ModelFiles:
 
 def gguf(**metadata: Any) -> ModelFiles:
     found = {f"general.sampling.{name}": value for name, value in metadata.items()}
-    return ModelFiles("m", Path("m.gguf"), (), GgufHeader(Path("m.gguf"), 3, found, (), 0))
+    return ModelFiles("m", Path("m.gguf"), (), GgufHeader(Path("m.gguf"), found, (), 0))
 
 
 def test_a_folder_says_it_in_its_generation_config(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ def header(**keys):
     metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items() if key != "chat_template"}
     if "chat_template" in keys:
         metadata["tokenizer.chat_template"] = keys["chat_template"]
-    return GgufHeader(Path("made-up.gguf"), 3, metadata, (), 0)
+    return GgufHeader(Path("made-up.gguf"), metadata, (), 0)
 
 
 def byte_level_header(pre="gpt-2", words=(), **more):

@@ -18,7 +18,7 @@ def folder(path: Path, card: str | None) -> ModelFiles:
 
 def gguf(metadata: dict[str, Any]) -> ModelFiles:
     path = Path("target.gguf")
-    return ModelFiles(path.name, path, (), GgufHeader(path, 3, metadata, (), 0))
+    return ModelFiles(path.name, path, (), GgufHeader(path, metadata, (), 0))
 
 
 def test_of_a_folder_its_card_says_it(tmp_path: Path) -> None:
