@@ -18,7 +18,8 @@ from torch import Tensor
 
 from specinfer.kernels.layer_parts import PerLayerParts
 from specinfer.kernels.ops import NormParts
-from specinfer.models.config import AltUp, ModelConfig, PerLayer
+from specinfer.models.altup_config import AltUp
+from specinfer.models.config import ModelConfig, PerLayer
 from specinfer.models.layers import RowNorm
 from specinfer.models.weight_memory import Weights
 

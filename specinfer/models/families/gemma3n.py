@@ -7,7 +7,8 @@ from statistics import NormalDist
 from typing import Final
 
 from specinfer.errors import ModelError
-from specinfer.models.config import AltUp, Family, ModelConfig, PerLayer
+from specinfer.models.altup_config import AltUp
+from specinfer.models.config import Family, ModelConfig, PerLayer
 from specinfer.models.families.gemma import KEYS, ropes
 from specinfer.models.families.gemma4 import (
     DEFAULTS,
