@@ -100,7 +100,7 @@ def build_prompt(service: Service, fields: ConversationFields, messages: Message
         for seconds, count in fields.cached_prefixes.items()
     )
     # A JSON object is a structured answer with a form, and else it may be a call.
-    reader = partial(dialect.reader, tools, starts_inside, bare=form is None)
+    reader = partial(dialect.reader, tools, starts_inside, service.tokenizer.bytes_of, bare=form is None)
     return ChatPrompt(token_ids, constraints, bool(tools), reader)
 
 

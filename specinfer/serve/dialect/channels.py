@@ -114,6 +114,13 @@ class ChannelParser:
         self._reader: JsonArguments | None = None  # while a call has begun
         self._spoke = False  # there was content
 
+    @property
+    def reasons(self) -> bool | None:
+        """True within reasoning, None between messages."""
+        if self._kind is None and self._reader is None:
+            return None
+        return self._kind is ReasoningPiece
+
     def feed(self, text: str, *, last: bool = False) -> list[Event]:
         """Parse more text and return its events; `last` ends the answer."""
         self._held += text

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from specinfer.errors import RequestError
 from specinfer.request import Delta
@@ -19,6 +20,7 @@ from specinfer.serve.dialect.call_parser import (
 )
 from specinfer.serve.dialect.channels import ChannelParser, Channels
 from specinfer.serve.dialect.reasoning import Reasoning, ReasoningSplitter
+from specinfer.serve.dialect.reasoning_tokens import ReasoningTokens
 from specinfer.serve.dialect.tagged_calls import TaggedArguments
 from specinfer.serve.dialect.written_values import ValueArguments
 from specinfer.tokenizer import Tokenizer
@@ -46,17 +48,28 @@ class Dialect:
                 raise
             return cls(None, str(error), reasoning)
 
-    def reader(self, tools: Sequence[Tool], starts_inside: bool, *, bare: bool = True) -> AnswerReader:
+    def reader(
+        self,
+        tools: Sequence[Tool],
+        starts_inside: bool,
+        bytes_of: Callable[[int], bytes],
+        *,
+        bare: bool = True,
+    ) -> AnswerReader:
         """Return a reader of one answer that may call these tools.
 
-        `starts_inside`: the prompt has opened the reasoning or, with channels, the final message. With `bare`
-        an answer that is one JSON object may be a call.
+        `starts_inside`: the prompt has opened the reasoning or, with channels, the final message. `bytes_of`
+        returns a token's bytes or a special token's name. With `bare` an answer that is one JSON object may
+        be a call.
         """
         if isinstance(self.reasoning, Channels):
-            return AnswerReader(None, ChannelParser(self.calls if tools else None, tools, starts_inside))
-        splitter = None if self.reasoning is None else self.reasoning.splitter(starts_inside)
+            channels = partial(ChannelParser, self.calls if tools else None, tools, starts_inside)
+            return AnswerReader(None, channels(), ReasoningTokens(channels(), bytes_of))
         parser = None if self.calls is None or not tools else call_parser(self.calls, tools, bare=bare)
-        return AnswerReader(splitter, parser)
+        if self.reasoning is None:
+            return AnswerReader(None, parser, None)
+        splitter = partial(self.reasoning.splitter, starts_inside)
+        return AnswerReader(splitter(), parser, ReasoningTokens(splitter(), bytes_of))
 
 
 def call_parser(call_format: CallFormat, tools: Sequence[Tool], *, bare: bool = True) -> CallParser:
@@ -77,10 +90,20 @@ def call_parser(call_format: CallFormat, tools: Sequence[Tool], *, bare: bool = 
 class AnswerReader:
     """Splits an answer incrementally into reasoning, content and tool calls."""
 
-    def __init__(self, splitter: ReasoningSplitter | None, parser: CallParser | ChannelParser | None) -> None:
+    def __init__(
+        self,
+        splitter: ReasoningSplitter | None,
+        parser: CallParser | ChannelParser | None,
+        reasoning: ReasoningTokens | None,
+    ) -> None:
         self._splitter = splitter
         self._parser = parser
-        self.reasoning_tokens = 0
+        self._reasoning = reasoning
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """The tokens of reasoning so far, with its marks."""
+        return 0 if self._reasoning is None else self._reasoning.count
 
     @property
     def called(self) -> bool:
@@ -88,10 +111,9 @@ class AnswerReader:
         return self._parser is not None and self._parser.calls > 0
 
     def read(self, delta: Delta) -> list[Event]:
-        """Add a delta and return its events in order; the last one flushes held text.
-
-        In a text with both reasoning and content, tokens are counted in proportion to characters.
-        """
+        """Add a delta and return its events in order; the last one flushes held text."""
+        if self._reasoning is not None:
+            self._reasoning.add(delta.token_ids)
         text, last = delta.text, delta.finish_reason is not None
         reasoning, content = ("", text) if self._splitter is None else self._splitter.feed(text, last=last)
         found: list[Event] = [ReasoningPiece(reasoning)] if reasoning else []
@@ -99,8 +121,4 @@ class AnswerReader:
             found += self._parser.feed(content, last=last)
         elif content:
             found.append(Content(content))
-        thought = sum(len(one.text) for one in found if isinstance(one, ReasoningPiece))
-        if thought:
-            whole = max(thought, len(reasoning + content))
-            self.reasoning_tokens += len(delta.token_ids) * thought // whole
         return found

@@ -102,6 +102,11 @@ class ReasoningSplitter:
         self._part: Literal["start", "inside", "content"] = "inside" if starts_inside else "start"
         self._begins = True  # the next line breaks follow a delimiter
 
+    @property
+    def reasons(self) -> bool | None:
+        """True within reasoning, None before it is known whether there is some."""
+        return None if self._part == "start" else self._part == "inside"
+
     def feed(self, text: str, *, last: bool = False) -> tuple[str, str]:
         """Take more text; returns new reasoning and content. `last` ends the answer."""
         self._held += text

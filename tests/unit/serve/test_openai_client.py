@@ -182,7 +182,8 @@ def test_reasoning_is_in_a_separate_field(client: openai.OpenAI) -> None:
     form = {"regex": "<think>\nhm, let me see\n</think>\n\nYes[.]"}
     options: dict[str, Any] = {"model": "tiny", "messages": LISBON, "max_tokens": 60, "extra_body": form}
     answer = client.chat.completions.create(**options)
-    assert 0 < answer.usage.completion_tokens_details.reasoning_tokens < answer.usage.completion_tokens
+    marked = len("<think>\nhm, let me see\n</think>")
+    assert answer.usage.completion_tokens_details.reasoning_tokens == marked  # a token is a byte
     deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**options, stream=True)]
     for messages in ([answer.choices[0].message], deltas):
         said = [message.model_dump() for message in messages]

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from specinfer.request import FinishReason
 from specinfer.serve.api import chat_prompt
 from specinfer.tokenizer import ChatEncoder, Tokenizer
 from tests.scripted_server import FACTS, byte_tokenizer, says
-from tests.unit.serve.asked import HI, Asked
+from tests.unit.serve.asked import BODIES, HI, Asked, chunks
 
 # It opens the reasoning, and writes calls as Hermes does.
 TEMPLATE = (
@@ -71,6 +72,25 @@ def test_reasoning_is_bounded_by_the_request_its_effort_or_the_server(tokenizer:
         assert (answer["status"], answer["error"]["param"]) == (400, "thinking_token_budget")
     answer = ask(Asked(tokenizer), regex="[a-z]{10}</think>x", thinking_token_budget=3)
     assert (answer["status"], answer["error"]["param"]) == (400, "thinking_token_budget")
+
+
+def test_every_api_counts_the_tokens_of_reasoning(tokenizer: Tokenizer) -> None:
+    texts = says("h", "m</thi", "nk>Yes.", "No"), says("It never ends", reason=FinishReason.LENGTH)
+    cases = [
+        ("/messages", {}, 1, "output_tokens_details", "thinking_tokens"),
+        ("/responses", {}, 1, "output_tokens_details", "reasoning_tokens"),
+        ("/chat/completions", {}, 1, "completion_tokens_details", "reasoning_tokens"),
+        ("/chat/completions", {"n": 2}, 2, "completion_tokens_details", "reasoning_tokens"),
+    ]
+    for path, more, answers, details, name in cases:
+        for first, size in zip(texts, (len("hm</think>"), len("It never ends")), strict=True):
+            body = BODIES[path] | more
+            whole = Asked(tokenizer, first, first).ok(path, **body)["usage"]
+            assert whole[details][name] == answers * size, (path, more)
+            streaming = {"stream": True, "stream_options": {"include_usage": True}}
+            stream = Asked(tokenizer, first, first).http.post(path, json=body | streaming)
+            ends = [one.get("response", one).get("usage") for one in chunks(stream)]
+            assert [one for one in ends if one][-1][details] == whole[details], (path, more)
 
 
 def test_a_budget_for_a_model_that_does_not_reason_is_logged_once(

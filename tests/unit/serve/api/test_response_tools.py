@@ -165,7 +165,7 @@ def test_reasoning_is_an_item_before_the_message(tokenizer: Tokenizer) -> None:
     reasoning_item, message = events[-1]["response"]["output"]
     assert (reasoning_item["summary"], reasoning_item["status"]) == ([], "completed")
     details = events[-1]["response"]["usage"]["output_tokens_details"]
-    assert details == {"reasoning_tokens": len(thinks[0] + thinks[1])}
+    assert details == {"reasoning_tokens": len("".join(thinks).removesuffix("\n\nFour."))}
     assert (events[6]["item"], events[-2]["item"]) == (reasoning_item, message)
     assert events[2]["item"] == reasoning_item | {"content": [], "status": "in_progress"}
     assert events[5]["text"] == reasoning_item["content"][0]["text"] == "Two and two."

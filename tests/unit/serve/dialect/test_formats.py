@@ -191,7 +191,7 @@ def test_a_json_answer_beside_a_form_is_no_call():
     for name, family in MARKED.items():
         grammar = call_grammar(family.format, TOOLS, AUTO, form=form)
         assert verdict(family, grammar, call) is None, name
-        reader = family.dialect.reader(TOOLS, False, bare=False)
+        reader = family.dialect.reader(TOOLS, False, family.tokenizer.bytes_of, bare=False)
         events = [*reader.read(Delta("", text=call, finish_reason=FinishReason.STOP))]
         assert content_and_calls(events) == (call, []), name
     for key, count in (("arguments", 0), ("parameters", 1)):

@@ -53,8 +53,8 @@ def said(
     dialect: Dialect, tools: Sequence[Tool], *pieces: str, inside: bool = False
 ) -> tuple[str, str, list[tuple[str, str]]]:
     """Reasoning, content and calls of an answer that comes in these pieces."""
-    reader = dialect.reader(tools, inside)
-    deltas = [Delta("", text=piece, token_ids=(1,)) for piece in pieces]
+    reader = dialect.reader(tools, inside, lambda _: b"")
+    deltas = [Delta("", text=piece) for piece in pieces]
     deltas.append(Delta("", finish_reason=FinishReason.STOP))
     events = [event for delta in deltas for event in reader.read(delta)]
     thoughts = "".join(one.text for one in events if isinstance(one, ReasoningPiece))
