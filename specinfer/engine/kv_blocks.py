@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from specinfer.engine.prefix_index import Follower, PrefixIndex
+from specinfer.engine.prompt_files import Lookup
 from specinfer.engine.state_slots import TextStates
 from specinfer.errors import IntegrityError, ensure
 from specinfer.processors.pipeline import Processors
@@ -222,7 +223,7 @@ class SequenceState:
     generation: int = 0
     block_hashes: list[bytes] = field(default_factory=list)  # hashes of the full blocks of token_ids
     published: int = 0  # number of leading blocks that are published
-    looked_up: bool = False  # True once the prompt store has no more of it to load
+    lookup: Lookup | None = None  # the prompt store's
     cached_tokens: int = 0  # prompt tokens found in the cache at its first start
     miss: PrefixMiss | None = None  # why the rest of its text was not found then
     states: TextStates | None = None  # slots of a running request, if a model has recurrent states

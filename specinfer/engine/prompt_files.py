@@ -1,4 +1,4 @@
-"""PromptFiles: files of a prompt store, read and written in two threads that no step waits for.
+"""PromptFiles: files of a prompt store, found, read and written in threads that no step waits for.
 
 A file has one block's keys and values, or one checkpoint's recurrent states. It is named by the hash of the
 text, in a folder for engines with one fingerprint. It has a checksum of its name and content, and is renamed
@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Final
@@ -31,6 +31,33 @@ _MAX_LOST: Final = 1 << 16  # names of files that were not written, the last one
 _SKEW: Final = 60.0  # seconds that another machine's clock may be ahead
 _AHEAD: Final = 8  # files that the disk reads at once
 _SUM: Final = 32  # bytes of the checksum at the beginning of a file
+_CLOSING: Final = 10.0  # seconds that all threads together have for their ends
+
+
+class Lookup:
+    """The question which one of some names, of a text's files, is the first that has a file."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        """The finder's thread iterates over the names."""
+        self.names = names
+        self.place: int | None = None  # place of that name; None: there is no file
+        self.over = False  # set by the engine, once it has no more of the text to load
+        self.begun = time.monotonic()
+        self._answered = threading.Event()
+
+    @property
+    def left(self) -> bool:
+        """True once the finder is done with it."""
+        return self._answered.is_set()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait at most `seconds` for the answer; returns whether it is there."""
+        return self._answered.wait(seconds)
+
+    def answer(self, place: int | None) -> None:
+        """Set the answer, and wake the other thread."""
+        self.place = place
+        self._answered.set()
 
 
 class Reading:
@@ -91,17 +118,26 @@ class PromptFiles:
         self._changed = threading.Condition()  # guards the fields below, `_waiting` and `lost`
         self._writes: deque[tuple[str, bytearray]] = deque()
         self._readings: deque[Reading] = deque()
+        self._lookups: deque[Lookup] = deque()
         self._closed = False
         self._threads = [
             threading.Thread(target=run, name=f"specinfer-prompts-{run.__name__}", daemon=True)
-            for run in (self._run_writer, self._run_reader)
+            for run in (self._run_writer, self._run_reader, self._run_finder)
         ]
         for thread in self._threads:
             thread.start()
 
     def has(self, name: str) -> bool:
-        """Return whether there is a file of this name, which may be damaged."""
+        """Return whether there is a file of this name, which may be damaged; a dead disk hangs here."""
         return os.path.exists(self._folder / name)  # Path.exists raises without rights
+
+    def find(self, names: Iterable[str]) -> Lookup:
+        """Begin to look for the first of these names that has a file."""
+        lookup = Lookup(names)
+        with self._changed:
+            self._lookups.append(lookup)
+            self._changed.notify_all()
+        return lookup
 
     def has_room(self, name: str, size: int) -> bool:
         """Return whether a file of `size` bytes may wait to be written; it is lost if not."""
@@ -136,8 +172,18 @@ class PromptFiles:
     def close(self) -> None:
         """End the threads; waits some seconds for the last writes."""
         self.stop()
+        end = time.monotonic() + _CLOSING
         for thread in self._threads:
-            thread.join(10.0)
+            thread.join(max(0.0, end - time.monotonic()))
+
+    def _run_finder(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._lookups or self._closed)
+                if self._closed:
+                    return
+                lookup = self._lookups.popleft()
+            lookup.answer(next((place for place, name in enumerate(lookup.names) if self.has(name)), None))
 
     def _run_writer(self) -> None:
         while True:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from specinfer.engine.kv_blocks import BlockPool, SequenceState
-from specinfer.engine.prompt_files import PromptFiles, Reading
+from specinfer.engine.prompt_files import Lookup, PromptFiles, Reading
 from specinfer.engine.state_slots import StateSlots
 from specinfer.plan import StateCheckpoint
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _STATES: Final = ".states"
 _AGAIN: Final = 64  # lost blocks that are written for one text, as the step waits for their copies
 _PATIENCE: Final = 5.0  # seconds without a file, after which a prompt is computed
+_GLANCE: Final = 0.002  # seconds in which a disk that does not hang has found a file
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +71,7 @@ class PromptStore:
                 self._drafts[end], self._caches[end] = texts, texts.cache
                 texts.keep = partial(self.keep, end=end)
         self._loading: _Loading | None = None
-        self._late: Reading | None = None  # the last one that was given up
+        self._late: Lookup | Reading | None = None  # the last one that was given up
         weakref.finalize(self, files.stop)
 
     @property
@@ -111,15 +112,25 @@ class PromptStore:
     def load(self, sequence: SequenceState, keys: Sequence[bytes], wait: float) -> bool:
         """Load blocks of a waiting text into the pool; returns False while more are read.
 
-        It waits at most `wait` seconds. A text is looked up once after each of its starts, and none while the
-        disk hangs.
+        It waits at most `wait` seconds, and some milliseconds at first. A text is looked up once after each
+        of its starts, and none while the disk hangs.
         """
         hangs = self._late is not None and not self._late.left
-        if sequence.looked_up or hangs or not self._takes(sequence.request):
+        if hangs or not self._takes(sequence.request):
+            return True
+        if (lookup := sequence.lookup) is None:
+            lookup = sequence.lookup = self._files.find(self._sought(keys))
+            wait = max(wait, _GLANCE)
+        if not lookup.wait(wait):
+            if time.monotonic() <= lookup.begun + _PATIENCE:
+                return False
+            self._give_up(lookup)
+            return True
+        if lookup.over:
             return True
         if (now := self._loading) is None or now.sequence is not sequence:
             found = len(self._pool.find(keys))
-            names = self._names(keys, found)
+            names = self._names(keys, found, lookup.place)
             if not names:
                 return True
             if now is not None:
@@ -130,13 +141,12 @@ class PromptStore:
         if bodies := now.reading.take(wait):
             now.heard = time.monotonic()
         elif not ended and time.monotonic() > now.heard + _PATIENCE:
-            self._late, ended = now.reading, True
-            self._files.counts["late"] += 1
-            self._files.say("is not read; prompts are computed until it is", f"{_PATIENCE:g} seconds")
+            self._give_up(now.reading)
+            return True
         if not self._fill(now, bodies) or ended:
             self.drop(sequence)
-            sequence.looked_up = True
-        return sequence.looked_up
+            lookup.over = True
+        return lookup.over
 
     def drop(self, sequence: SequenceState) -> None:
         """Stop reading for a text that is removed."""
@@ -151,17 +161,37 @@ class PromptStore:
     def _takes(self, request: Request) -> bool:
         return request.adapter is None or request.adapter in self._adapters
 
-    def _names(self, keys: Sequence[bytes], found: int) -> list[str]:
-        """Return the files behind `found` blocks in the pool, if there is the first; states come last."""
+    def _give_up(self, late: Lookup | Reading) -> None:
+        """Load nothing until the disk, which hangs, has done this."""
+        self._late = late
+        if self._loading is not None:
+            self.drop(self._loading.sequence)
+        self._files.counts["late"] += 1
+        self._files.say("is not read; prompts are computed until it is", f"{_PATIENCE:g} seconds")
+
+    def _sought(self, keys: Sequence[bytes]) -> Iterable[str]:
+        """Return the name of the first block, or those of states, the last first; one file is enough."""
+        found = len(self._pool.find(keys))
         if self._slots is None:
-            there = found < len(keys) and self._files.has(keys[found].hex())
-            return self._of_blocks(keys[found:]) if there else []
-        source = self._slots.find(keys[:found])
-        first = 0 if source is None else source.end // self._pool.block_size
-        for end in range(len(keys), first, -1):
-            if self._files.has(states := keys[end - 1].hex() + _STATES):
-                return [*self._of_blocks(keys[found:end]), states]
-        return []
+            return [key.hex() for key in keys[found:][:1]]
+        return (key.hex() + _STATES for key in keys[self._with_states(keys, found) :][::-1])
+
+    def _names(self, keys: Sequence[bytes], found: int, place: int | None) -> list[str]:
+        """Return the files behind `found` blocks in the pool, if there are any; states come last.
+
+        `place` is that of the file that was found, among those that were sought.
+        """
+        if place is None or self._slots is None:
+            return [] if place is None else self._of_blocks(keys[found:])
+        end = len(keys) - place
+        if end <= self._with_states(keys, found):
+            return []
+        return [*self._of_blocks(keys[found:end]), keys[end - 1].hex() + _STATES]
+
+    def _with_states(self, keys: Sequence[bytes], found: int) -> int:
+        """Return how many of the `found` blocks in the pool are before the last states there."""
+        source = None if self._slots is None else self._slots.find(keys[:found])
+        return 0 if source is None else source.end // self._pool.block_size
 
     def _of_blocks(self, keys: Sequence[bytes]) -> list[str]:
         """Return the files of blocks, each with those of drafts."""

@@ -261,7 +261,7 @@ class Scheduler:
         self._end_states(sequence)
         self._pool.release(sequence.block_table)
         sequence.computed = sequence.published = 0
-        sequence.looked_up = False
+        sequence.lookup = None
         sequence.generation += 1
         self.waiting.appendleft(sequence)
         self.preemptions += 1

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
-import random
-import shutil
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from specinfer.config import EngineConfig
 from specinfer.engine.models import Models
-from specinfer.engine.prompt_files import PromptFiles
 from specinfer.errors import ConfigError
 from specinfer.llm import LLM
 from specinfer.request import LoRARequest
@@ -122,95 +117,6 @@ def test_a_text_that_is_aborted_while_it_is_read_leaves_the_store_to_others(
         assert answer(llm)[0] == text
 
 
-def damages() -> list[Callable[[Path, random.Random], object]]:
-    def flip(path: Path, chance: random.Random) -> None:
-        data = bytearray(path.read_bytes())
-        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
-        path.write_bytes(data)
-
-    def tear(path: Path, chance: random.Random) -> None:
-        os.truncate(path, chance.randrange(path.stat().st_size))
-
-    def lengthen(path: Path, _: random.Random) -> None:
-        path.write_bytes(path.read_bytes() + b"\0")
-
-    def swap(path: Path, chance: random.Random) -> None:
-        shutil.copyfile(chance.choice([one for one in files(path.parents[1]) if one != path]), path)
-
-    def lock(path: Path, _: random.Random) -> None:
-        path.unlink()
-        path.mkdir()
-
-    return [flip, tear, lengthen, swap, lock]
-
-
-@pytest.mark.parametrize("rounds", [8, pytest.param(1000, marks=pytest.mark.thorough)])
-def test_damaged_files_are_computed(model: Path, tmp_path: Path, rounds: int) -> None:
-    text = filled(model, tmp_path / "whole")
-    chance = random.Random(1)
-    with opened(model, tmp_path / "store") as llm:
-        engine = engine_of(llm)
-        for number in range(rounds):
-            wait_written(llm)
-            shutil.rmtree(tmp_path / "store")
-            shutil.copytree(tmp_path / "whole", tmp_path / "store")
-            damage = damages()[number % len(damages())]
-            damage(chance.choice(files(tmp_path / "store")), chance)
-            pool = engine._scheduler._pool
-            while pool._kept:  # nothing is left in memory
-                pool._free.append(pool._evict())
-            assert answer(llm)[0] == text, (number, damage)
-        assert llm.statistics().prompt_store["wrong"] > rounds // 3
-
-
-def test_a_folder_that_vanishes_or_is_full_costs_no_request(
-    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = tmp_path / "store"
-    text = filled(model, store)
-    with opened(model, store) as llm:
-        shutil.rmtree(store)
-        assert answer(llm) == (text, 0)
-    assert not store.exists()
-    with pytest.MonkeyPatch.context() as full:
-        losing("full", full)
-        with opened(model, store) as llm:
-            assert answer(llm)[0] == text
-    assert files(store) == []
-    assert [one.message.split(":")[0] for one in caplog.records if "store" in one.message] == [
-        "a file of the prompt store cannot be written, and prompts end with this process"
-    ] * 2
-
-
-def replace_by_a_file(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.touch()
-
-
-@pytest.mark.parametrize("lose", [shutil.rmtree, replace_by_a_file])
-def test_a_folder_that_is_lost_while_a_prompt_is_read(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lose: Callable[[Path], object]
-) -> None:
-    text = filled(model, tmp_path)
-    with opened(model, tmp_path) as llm:
-        store = engine_of(llm)._scheduler.store
-        assert store is not None
-        kept, names = store._files, list[str]()
-
-        def read(name: str) -> bytearray | None:
-            names.append(name)
-            if len(names) == 4:
-                lose(kept._folder)
-            return PromptFiles._read(kept, name)
-
-        monkeypatch.setattr(kept, "_read", read)
-        assert answer(llm) == (text, 12)
-        assert answer(llm, PROMPT[1:])[1] == 0
-        wait_written(llm)
-        counts = llm.statistics().prompt_store
-    assert (counts["read"], counts["failed"] > 12, counts.get("wrong", 0)) == (3, True, 0)
-
-
 @pytest.mark.parametrize("fault", ["full", "slow"])
 @pytest.mark.parametrize("drafts", [(), ("self",)])
 def test_a_lost_block_is_written_for_the_next_text_that_finds_it(
@@ -293,70 +199,6 @@ def test_a_text_with_an_adapter_of_its_request_is_not_written(tmp_path: Path) ->
         assert {bool(path.suffix) for path in files(store)} == {False, True}
 
 
-def test_a_disk_smaller_than_the_store_keeps_room_for_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    others = [16_000]
-
-    def usage(_: Path) -> SimpleNamespace:
-        return SimpleNamespace(total=32_000, free=32_000 - others[0] - sum(sizes()))
-
-    def sizes() -> list[int]:
-        return [path.stat().st_size for path in files(tmp_path)]
-
-    def write(numbers: range) -> None:
-        for number in numbers:
-            kept.write(f"{number:02}", bytearray(1000 - 32))
-        while kept._waiting:
-            time.sleep(0.001)
-
-    monkeypatch.setattr("specinfer.engine.prompt_files.shutil.disk_usage", usage)
-    kept = PromptFiles(tmp_path, 1 << 20, "f" * 64)
-    write(range(40))
-    assert [path.name for path in files(tmp_path)] == [f"{number}" for number in range(26, 40)]
-    others[0] = 31_000  # less is free than the margin
-    write(range(40, 42))
-    assert (len(files(tmp_path)), kept.counts["failed"], [*kept.lost]) == (14, 2, ["40", "41"])
-    others[0] = 16_000
-    write(range(42, 44))
-    assert [path.name for path in files(tmp_path)] == [*map(str, range(28, 40)), "42", "43"]
-    kept.close()
-    assert [one.message.split(":")[0] for one in caplog.records if "early" in one.message] == [
-        "a file of the prompt store goes early, as prompt_store_size is not free on its disk"
-    ]
-
-
-def test_a_disk_that_hangs_holds_no_prompt_for_long(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    text, others = filled(model, tmp_path), [[first, *PROMPT] for first in (8, 9)]
-    with opened(model, tmp_path) as llm:
-        expected = [answer(llm, other)[0] for other in others]
-    monkeypatch.setattr("specinfer.engine.prompt_store._PATIENCE", 0.05)
-    with opened(model, tmp_path) as llm:
-        store, names, answers = engine_of(llm)._scheduler.store, list[str](), threading.Event()
-        assert store is not None
-        kept = store._files
-
-        def read(name: str) -> bytearray | None:
-            names.append(name)
-            if len(names) == 4:
-                answers.wait(60)
-            return PromptFiles._read(kept, name)
-
-        monkeypatch.setattr(kept, "_read", read)
-        assert answer(llm) == (text, 12)
-        assert answer(llm, others[0]) == (expected[0], 0)
-        assert len(names) == 4
-        answers.set()
-        assert store._late is not None
-        while not store._late.left:
-            time.sleep(0.001)
-        assert answer(llm, others[1]) == (expected[1], 48)
-        assert llm.statistics().prompt_store["late"] == 1
-    assert sum("is not read" in one.message for one in caplog.records) == 1
-
-
 def test_a_clock_that_was_wrong_leaves_room_for_new_texts(model: Path, tmp_path: Path) -> None:
     filled(model, tmp_path)
     size = sum(path.stat().st_size for path in files(tmp_path))
@@ -402,27 +244,3 @@ def test_bad_options_are_refused(model: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as refused:
             opened(model, tmp_path, **options)
         assert str(refused.value).startswith(line)
-
-
-def test_writes_beyond_the_queue_are_lost_and_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("specinfer.engine.prompt_files._MAX_WAITING", 100)
-    kept = PromptFiles(tmp_path, 1 << 20, "f" * 64)
-    monkeypatch.setattr("specinfer.engine.prompt_files._MAX_LOST", 1)
-    assert [kept.has_room(*one) for one in (("a", 100), ("b", 101), ("c", 101))] == [True, False, False]
-    kept.close()
-    assert (kept.counts["lost"], [*kept.lost]) == (2, ["c"])
-
-
-def test_a_file_that_is_too_long_is_not_read_as_a_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("specinfer.engine.prompt_files._MAX_WAITING", 100)
-    kept = PromptFiles(tmp_path, 1 << 20, "f" * 64)
-    kept.write("a", bytearray(100))
-    kept.close()
-    assert kept._read("a") == bytearray(100)
-    os.truncate(files(tmp_path)[0], 1 << 40)
-    assert kept._read("a") is None
-    assert files(tmp_path) == []

@@ -1,11 +1,17 @@
-"""Kills, missing rights and many conversations cost no text and no memory."""
+"""Kills, damage, disks that hang and many conversations cost no text and no memory."""
 
 from __future__ import annotations
 
 import gc
 import json
+import os
+import random
+import shutil
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType, ModuleType
 
@@ -14,9 +20,9 @@ import pytest
 from specinfer.engine.prompt_files import PromptFiles
 from specinfer.llm import LLM
 from specinfer.sampling_params import SamplingParams
-from tests.engines import ENGINE
+from tests.engines import ENGINE, engine_of
 from tests.tiny_models import write_tiny_llama
-from tests.unit.engine.test_prompt_store import PROMPT, answer, files, opened, wait_written
+from tests.unit.engine.test_prompt_store import PROMPT, answer, files, filled, losing, opened, wait_written
 
 # Lives of an engine that answers prompts until it is killed.
 LIVES = """
@@ -39,23 +45,6 @@ for life in range(lives):
     time.sleep(random.Random(life).uniform(0, 0.1))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-"""
-# Reads and writes files in these folders as a user without rights of an administrator.
-USER = """
-import os, sys
-from pathlib import Path
-from specinfer.engine.prompt_files import PromptFiles
-if os.geteuid() == 0:
-    os.setgroups([])
-    os.setgid(65534)
-    os.setuid(65534)
-for folder in sys.argv[1:]:
-    files = PromptFiles(Path(folder), 1 << 20, "f" * 64)
-    there, reading = files.has("a"), files.read(["a"])
-    bodies = [*reading.take(60)]
-    files.write("b", bytearray(9))
-    files.close()
-    print(there, *map(bytes, bodies), files.counts["read"], files.counts["failed"])
 """
 
 
@@ -83,31 +72,149 @@ def test_texts_are_the_same_after_kills_of_engines_that_write(
     assert counts.get("wrong", 0) == 0
 
 
-def test_a_folder_without_rights_is_not_read_or_not_written(tmp_path: Path) -> None:
-    cases = (
-        # rights of the folder and of its file; what a user sees of the file, reads, and failures
-        (0o755, 0o644, "True b'text' 1 1"),
-        (0o755, 0o000, "True 0 2"),
-        (0o000, 0o644, "False 0 2"),
-    )
-    folders = [tmp_path / f"{rights:o}-{of_file:o}" for rights, of_file, _ in cases]
-    tmp_path.chmod(0o755)
-    for folder, (rights, of_file, _) in zip(folders, cases, strict=True):
-        kept = PromptFiles(folder, 1 << 20, "f" * 64)
-        kept.write("a", bytearray(b"text"))
-        kept.close()
-        [path] = files(folder)
-        path.chmod(of_file)
-        folder.chmod(0o755)
-        path.parent.chmod(rights & 0o555)
-    # A user may search the folder that it is in, wherever that is.
-    names = [folder.name for folder in folders]
-    seen = subprocess.run(
-        [sys.executable, "-c", USER, *names], cwd=tmp_path, check=True, capture_output=True, text=True
-    )
-    for folder in tmp_path.glob("*/*"):
-        folder.chmod(0o755)
-    assert seen.stdout.splitlines() == [expected for _, _, expected in cases]
+def damages() -> list[Callable[[Path, random.Random], object]]:
+    def flip(path: Path, chance: random.Random) -> None:
+        data = bytearray(path.read_bytes())
+        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        path.write_bytes(data)
+
+    def tear(path: Path, chance: random.Random) -> None:
+        os.truncate(path, chance.randrange(path.stat().st_size))
+
+    def lengthen(path: Path, _: random.Random) -> None:
+        path.write_bytes(path.read_bytes() + b"\0")
+
+    def swap(path: Path, chance: random.Random) -> None:
+        shutil.copyfile(chance.choice([one for one in files(path.parents[1]) if one != path]), path)
+
+    def lock(path: Path, _: random.Random) -> None:
+        path.unlink()
+        path.mkdir()
+
+    return [flip, tear, lengthen, swap, lock]
+
+
+@pytest.mark.parametrize("rounds", [8, pytest.param(1000, marks=pytest.mark.thorough)])
+def test_damaged_files_are_computed(model: Path, tmp_path: Path, rounds: int) -> None:
+    text = filled(model, tmp_path / "whole")
+    chance = random.Random(1)
+    with opened(model, tmp_path / "store") as llm:
+        engine = engine_of(llm)
+        for number in range(rounds):
+            wait_written(llm)
+            shutil.rmtree(tmp_path / "store")
+            shutil.copytree(tmp_path / "whole", tmp_path / "store")
+            damage = damages()[number % len(damages())]
+            damage(chance.choice(files(tmp_path / "store")), chance)
+            pool = engine._scheduler._pool
+            while pool._kept:  # nothing is left in memory
+                pool._free.append(pool._evict())
+            assert answer(llm)[0] == text, (number, damage)
+        assert llm.statistics().prompt_store["wrong"] > rounds // 3
+
+
+def test_a_folder_that_vanishes_or_is_full_costs_no_request(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = tmp_path / "store"
+    text = filled(model, store)
+    with opened(model, store) as llm:
+        shutil.rmtree(store)
+        assert answer(llm) == (text, 0)
+    assert not store.exists()
+    with pytest.MonkeyPatch.context() as full:
+        losing("full", full)
+        with opened(model, store) as llm:
+            assert answer(llm)[0] == text
+    assert files(store) == []
+    assert [one.message.split(":")[0] for one in caplog.records if "store" in one.message] == [
+        "a file of the prompt store cannot be written, and prompts end with this process"
+    ] * 2
+
+
+def replace_by_a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.touch()
+
+
+@pytest.mark.parametrize("lose", [shutil.rmtree, replace_by_a_file])
+def test_a_folder_that_is_lost_while_a_prompt_is_read(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lose: Callable[[Path], object]
+) -> None:
+    text = filled(model, tmp_path)
+    with opened(model, tmp_path) as llm:
+        store = engine_of(llm)._scheduler.store
+        assert store is not None
+        kept, names = store._files, list[str]()
+
+        def read(name: str) -> bytearray | None:
+            names.append(name)
+            if len(names) == 4:
+                lose(kept._folder)
+            return PromptFiles._read(kept, name)
+
+        monkeypatch.setattr(kept, "_read", read)
+        assert answer(llm) == (text, 12)
+        assert answer(llm, PROMPT[1:])[1] == 0
+        wait_written(llm)
+        counts = llm.statistics().prompt_store
+    assert (counts["read"], counts["failed"] > 12, counts.get("wrong", 0)) == (3, True, 0)
+
+
+def test_a_disk_that_hangs_holds_no_prompt_for_long(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    text, others = filled(model, tmp_path), [[first, *PROMPT] for first in (8, 9)]
+    with opened(model, tmp_path) as llm:
+        expected = [answer(llm, other)[0] for other in others]
+    monkeypatch.setattr("specinfer.engine.prompt_store._PATIENCE", 0.05)
+    with opened(model, tmp_path) as llm:
+        store, names, answers = engine_of(llm)._scheduler.store, list[str](), threading.Event()
+        assert store is not None
+        kept = store._files
+
+        def read(name: str) -> bytearray | None:
+            names.append(name)
+            if len(names) == 4:
+                answers.wait(60)
+            return PromptFiles._read(kept, name)
+
+        monkeypatch.setattr(kept, "_read", read)
+        assert answer(llm) == (text, 12)
+        assert answer(llm, others[0]) == (expected[0], 0)
+        assert len(names) == 4
+        answers.set()
+        assert store._late is not None
+        while not store._late.left:
+            time.sleep(0.001)
+        assert answer(llm, others[1]) == (expected[1], 48)
+        assert llm.statistics().prompt_store["late"] == 1
+    assert sum("is not read" in one.message for one in caplog.records) == 1
+
+
+def test_a_dead_folder_stops_no_step(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = filled(model, tmp_path)
+    monkeypatch.setattr("specinfer.engine.prompt_store._PATIENCE", 0.05)
+    with opened(model, tmp_path) as llm:
+        store, threads, answers = engine_of(llm)._scheduler.store, list[str](), threading.Event()
+        assert store is not None
+        kept = store._files
+
+        def has(name: str) -> bool:
+            threads.append(threading.current_thread().name)
+            answers.wait(60)
+            return PromptFiles.has(kept, name)
+
+        monkeypatch.setattr(kept, "has", has)
+        assert answer(llm) == (text, 0)
+        assert answer(llm, [8, *PROMPT])[1] == 0
+        assert threads == ["specinfer-prompts-_run_finder"]
+        answers.set()
+        assert store._late is not None
+        while not store._late.left:
+            time.sleep(0.001)
+        assert answer(llm, [9, *PROMPT])[1] == 0
+        assert (len(threads), llm.statistics().prompt_store["late"]) == (2, 1)
 
 
 def count_objects(root: object) -> int:
