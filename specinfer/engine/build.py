@@ -211,16 +211,16 @@ def _store(
             f"prompt_store cannot be used: {error}; choose a folder that can be written"
         ) from None
     texts = {
-        _draft_key(config, models, model, draft): draft.texts
+        _draft_key(models, model, draft): draft.texts
         for model, draft in zip(config.speculation.drafts, drafts, strict=False)
     }
     return PromptStore(files, runner, pool, slots, adapters=config.adapters.keys(), drafts=texts)
 
 
-def _draft_key(config: EngineConfig, models: Models, model: str, draft: Draft) -> str:
+def _draft_key(models: Models, model: str, draft: Draft) -> str:
     """Return a name that differs for drafts with other numbers beside one target."""
     cache, kind = draft.texts.cache, models.kinds[draft.name]
-    parts = _named(model), kind, config.speculation.draft_lora, cache and cache.layout
+    parts = _named(model), kind, models.adapted.get(draft.name), cache and cache.layout
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 

@@ -80,6 +80,7 @@ class Models:
     # Quantizations of the target, and of the drafts by speculator name.
     quantization: Quantization = "none"
     kinds: Mapping[str, Quantization] = field(default_factory=dict)
+    adapted: Mapping[str, str] = field(default_factory=dict)  # hashes of drafts' own adapters, by name
     names: tuple[str, ...] = ()  # names of the drafts in a config
 
     def __post_init__(self) -> None:
@@ -255,6 +256,7 @@ def _load(
         draft_memory=draft_memory,
         quantization=config.kind,
         kinds=kinds,
+        adapted={name: adapter.digest() for name, adapter in found.adapted.items()},
         names=names,
     )
 

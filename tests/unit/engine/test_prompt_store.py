@@ -233,6 +233,18 @@ def test_states_of_hybrids_are_found_again(tiny: Tiny, tmp_path: Path, drafts: S
         assert (list(output.token_ids), output.cached_tokens) == (recurrent_answer(turn, 12), expected)
 
 
+def test_drafts_whose_adapters_had_one_path_share_no_file(tmp_path: Path) -> None:
+    folder, store = write_pair(tmp_path / "models"), tmp_path / "store"
+    prompt = [token % 60 for token in PROMPT]
+    kinds = []
+    for seed in (1, 2, 1):
+        adapter = write_adapter(folder / "one", folder / "draft", rank=4, alpha=8, seed=seed)
+        with opened(folder / "target", store, drafts=[str(folder / "draft")], draft_lora=str(adapter)) as llm:
+            llm.generate([prompt], SamplingParams(temperature=0, max_tokens=9))
+        kinds.append(len({path.suffix for path in files(store)} - {""}))
+    assert kinds == [1, 2, 2]
+
+
 def test_bad_options_are_refused(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for options, line in (
