@@ -238,7 +238,6 @@ class GrowingAnswer(EndpointAnswer[_Conversation]):
     ) -> None:
         super().__init__(service, fields)
         self._messages = messages
-        self._params = SamplingParams()  # until the prompt's length is known
 
     async def _prepare(self) -> Prompts:
         token_ids, self._params, [self._reader] = await self._converse(self._fields, self._messages)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -164,8 +163,6 @@ class Service:
         works: dict[str, int] = {}
         all_works: list[Work] = []
         for prompt, own in zip(prompts, params, strict=True):
-            if own.seed is None:
-                own = replace(own, seed=secrets.randbits(63))
             if isinstance(own.prediction, str):
                 own = replace(own, prediction=await self._prediction(own.prediction, own, len(prompt)))
             for index in range(own.n):

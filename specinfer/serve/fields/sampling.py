@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal, Self
 
@@ -146,10 +147,13 @@ class SamplingFields(Fields):
     def params(self, **more: Any) -> SamplingParams:
         """Convert to SamplingParams, with `more` in place of its fields; None means the default.
 
+        A seed is drawn if there is none, so that another engine can go on with the text.
         Raises ApiError, which names the field.
         """
         shared = SamplingFields.model_fields.keys() & SamplingParams.__dataclass_fields__.keys()
         given = {name: getattr(self, name) for name in shared} | more
+        if given["seed"] is None:
+            given["seed"] = secrets.randbits(63)
         try:
             return SamplingParams(**{name: one for name, one in given.items() if one is not None})
         except RequestError as error:

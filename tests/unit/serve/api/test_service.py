@@ -23,7 +23,7 @@ from specinfer.serve.http.api_error import ApiError
 from specinfer.speculate.lookups.prediction import MAX_DELETED
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import Script, ScriptedBackend, scripted_service
-from tests.unit.serve.asked import HI
+from tests.unit.serve.asked import BODIES, HI, Asked
 
 FACTS = EngineInfo(max_context=100, max_length=80)
 GREEDY = SamplingParams(temperature=0)
@@ -143,14 +143,17 @@ async def test_retryable_errors_have_retry_after(tokenizer: Tokenizer) -> None:
     assert (error.value.status, error.value.headers) == (503, {"Retry-After": "5"})
 
 
-async def test_a_seed_is_drawn_here_so_that_another_engine_can_go_on(tokenizer: Tokenizer) -> None:
-    service = service_of(tokenizer, [WHOLE])
-    answers = service.answer([(1,)], [SamplingParams(n=2)])
-    assert [number async for number, _ in answers] == [0, 1]
-    assert [work.index for work in service.backend.works] == [0, 1]
-    seeds = {work.params.seed for work in service.backend.works}
-    assert len(seeds) == 1
-    assert None not in seeds
+def test_parameters_are_checked_once_with_a_seed_so_that_another_engine_can_go_on(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = list[SamplingParams]()
+    monkeypatch.setattr(SamplingParams, "_check", lambda params: checked.append(params))
+    for path, body in BODIES.items():
+        server, count = Asked(tokenizer), 2 if "completions" in path else 1
+        server.ok(path, **body | ({"n": 2} if count == 2 else {}))
+        assert [work.index for work in server.backend.works] == [*range(count)]
+        assert [work.params for work in server.backend.works] == checked * count, path
+        assert checked.pop().seed is not None
 
 
 REPORTS = (None, {2: Logprob(-0.5, 1, "b")})

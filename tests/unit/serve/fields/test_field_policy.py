@@ -23,6 +23,14 @@ from specinfer.serve.http.api_error import ApiError
 from tests.scripted_server import ScriptedBackend, byte_tokenizer, scripted_app
 from tests.unit.serve.fields.bodies import MADE, PLAIN, SCHEMA, TOOL, params, read
 
+DRAWN = 7  # the seed of requests without one
+
+
+@pytest.fixture(autouse=True)
+def drawn_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specinfer.serve.fields.sampling.secrets.randbits", lambda _: DRAWN)
+
+
 # A body of llama.cpp's own clients, which send all their settings.
 LLAMA_CPP: dict[str, Any] = {
     **{"temperature": 0.8, "dynatemp_range": 0.0, "dynatemp_exponent": 1.0, "top_k": 40, "top_p": 0.95},
@@ -48,7 +56,7 @@ def refusal(kind: Any, more: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_bodies_of_clients_that_send_all_their_settings_are_read() -> None:
     asked = params(CompletionFields, LLAMA_CPP)
-    assert (asked.repetition_penalty, asked.seed, asked.top_k) == (1.1, None, 40)
+    assert (asked.repetition_penalty, asked.seed, asked.top_k) == (1.1, DRAWN, 40)
     assert asked.structured_output == params(CompletionFields, {"guided_json": SCHEMA}).structured_output
     names = "audio functions moderation prediction reasoning_effort response_format stop web_search_options"
     openai: dict[str, Any] = dict.fromkeys(names.split()) | {
@@ -56,7 +64,7 @@ def test_the_bodies_of_clients_that_send_all_their_settings_are_read() -> None:
         **{"function_call": "auto", "modalities": ["text"], "prompt_cache_key": "k", "store": True},
         **{"service_tier": "flex", "tools": [], "tool_choice": "auto", "verbosity": "low", "metadata": {}},
     }
-    assert params(ChatFields, openai) == SamplingParams(logit_bias={})
+    assert params(ChatFields, openai) == SamplingParams(logit_bias={}, seed=DRAWN)
 
 
 def test_null_and_neutral_values_have_no_effect() -> None:
@@ -170,7 +178,7 @@ def test_names_of_other_servers_are_translated() -> None:
     for kind in MADE:
         more_room: dict[str, Any] = {"max_tokens": 99} if kind is ResponseFields else {}
         for more, means in TRANSLATED + (FORMS if kind is not ResponseFields else []):
-            assert params(kind, more) == SamplingParams(**means, **more_room), (kind, more)
+            assert params(kind, more) == SamplingParams(**{"seed": DRAWN} | means | more_room), (kind, more)
         length = "max_output_tokens" if kind is ResponseFields else "max_tokens"
         for name in ("n_predict", "num_predict", "max_new_tokens", "max_tokens", "max_output_tokens"):
             assert getattr(read(kind, {name: 7}), length) == 7
