@@ -18,7 +18,7 @@ from specinfer.cli.options import DEFAULT_MODEL, DRAFT_ONLY, FILE, Command, engi
 from specinfer.config import ENGINE_OPTIONS, EngineConfig
 from specinfer.errors import ConfigError
 from specinfer.option import options_of, parse_size
-from specinfer.serve.config import ServeConfig, ServedModel, check_several
+from specinfer.serve.config import ServeConfig, ServedModel, check_several, name_of
 
 if TYPE_CHECKING:
     from specinfer.serve.backend.engine_child import EngineChild
@@ -184,7 +184,7 @@ def served_models(
     for one in listed:
         _ALIAS.check(aliases := _several(one.pop("alias", ())))
         options, config = configs(given, file, one)
-        served.append(ServedModel(aliases or (one["model"],), _engine(options, config)))
+        served.append(ServedModel(aliases or (name_of(one["model"]),), _engine(options, config)))
     check_several(config, served)
     return config, served
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address, ip_network
+from pathlib import Path
 from typing import Final, Literal, Self
 
 from specinfer.config import EngineConfig, SpecialTokens
@@ -72,7 +74,7 @@ class ServeConfig:
     port: int = option(8000, "Port to listen on; 0 picks a free one.", of_batches=False)
     root_path: str = option("", "Path under which a reverse proxy serves this server.", of_batches=False)
     served_model_name: tuple[str, ...] = option(
-        (), "Name of the model in requests; repeatable.", shown="MODEL as given"
+        (), "Name of the model in requests; repeatable.", shown="MODEL, of a path its last part"
     )
     api_key: tuple[str, ...] = option(
         (),
@@ -217,7 +219,13 @@ class ServedModel:
         Raises ConfigError for an option of several models.
         """
         _refuse(config, _OF_SEVERAL, _STAYS)
-        return cls(tuple(dict.fromkeys(config.served_model_name or (engine.model,))), engine)
+        return cls(tuple(dict.fromkeys(config.served_model_name or (name_of(engine.model),))), engine)
+
+
+def name_of(model: str) -> str:
+    """Return a model's name in requests: a path's last part without .gguf, or another name as given."""
+    path = Path(model).expanduser()
+    return Path(os.path.abspath(path)).name.removesuffix(".gguf") if path.exists() else model
 
 
 def check_several(config: ServeConfig, models: Sequence[ServedModel]) -> None:

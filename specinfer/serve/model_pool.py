@@ -65,6 +65,7 @@ class ModelPool:
         self.draining = False
         self.field_policy = FieldPolicy(config.unknown_fields, config.max_body)
         self._by_name = {name: one for one in models for name in one.names}
+        self._by_path = {one.served.engine.model: one for one in reversed(models)}
         self._opener = opener
         self._memory = memory
         self._turn = asyncio.Lock()  # held while a model is loaded or unloaded
@@ -94,12 +95,12 @@ class ModelPool:
     def find(self, name: str | None, *, listed: bool = False) -> PooledModel:
         """Return the model that answers requests for `name`; None is the first model.
 
-        Any name is that of a single model without adapters, unless it must be `listed`. Raises ApiError with
-        status 404.
+        Also the path is a model's name. Any other name is that of a single model without adapters, unless it
+        must be `listed`. Raises ApiError with status 404.
         """
         first = self.models[0]
         name = name or first.served.names[0]
-        if (found := self._by_name.get(name)) is not None:
+        if (found := self._by_name.get(name) or self._by_path.get(name)) is not None:
             return found
         if self.is_fixed and not listed and not first.served.engine.adapters:
             self.field_policy.log_once(

@@ -191,6 +191,11 @@ def test_the_models_of_a_server(tmp_path: Path) -> None:
     assert (first.cache.memory, second.cache.memory) == (1 << 30, None)
     assert (first.dtype, second.quantization) == ("bfloat16", "int8"), "flags override the file"
     assert served("models: [a]\n")[0][0] == served("", "a")[0][0] == ("a",)
+    (tmp_path / "m.gguf").touch()
+    for model, name in ((tmp_path / "m.gguf", "m"), (tmp_path, tmp_path.name), (f"{tmp_path}/../m", None)):
+        [[names, _]] = served("", str(model))
+        assert names == served(f"models: ['{model}']\n")[0][0] == (name or str(model),)
+    assert served("", str(tmp_path), served_model_name=("x", "y"))[0][0] == ("x", "y")
     for text, words, given, message in (
         ("", ("a", "a"), {}, "two models have the name 'a'"),
         ("models: [{model: a, alias: x}, {model: b, alias: x}]", (), {}, "two models have the name 'x'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from specinfer.tokenizer import Tokenizer
+from tests.scripted_server import MODEL
 from tests.unit.serve.asked import BODIES, Asked
 
 NAMES = ("qwen", "gpt-4o", "org/name")
@@ -35,6 +36,7 @@ def test_an_adapter_is_selected_by_its_name(tokenizer: Tokenizer) -> None:
         for name in ("sql", "org/poems", "qwen", "gpt-4o", None):
             assert server.ok(path, **body | {"model": name})["model"] == (name or "qwen")
         missing = server.http.post(path, json=body | {"model": "poems"})
+        assert server.ok(path, **body | {"model": MODEL})["model"] == "qwen"  # as the model was given
         assert missing.status_code == 404
         assert "allowed: qwen, gpt-4o, org/name, sql, org/poems" in missing.text
-        assert [work.adapter for work in server.backend.works] == ["sql", "org/poems", None, None, None]
+        assert [work.adapter for work in server.backend.works] == ["sql", "org/poems", *[None] * 4]
