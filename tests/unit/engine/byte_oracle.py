@@ -78,17 +78,9 @@ PARAMS: dict[str, dict[str, Any]] = {
     "json_whitespace": {"response_format": IN_PART, "json_whitespace": "none", "max_tokens": 60},
     "choice, greedy, penalties": {"choice": ["aab", "bba"], "temperature": 0, "frequency_penalty": 2.0},
     "all of them": {
-        "temperature": 0.9,
-        "top_k": 40,
-        "top_p": 0.97,
-        "min_p": 0.001,
-        "presence_penalty": 0.3,
-        "frequency_penalty": 0.2,
-        "repetition_penalty": 1.1,
-        "logit_bias": {97: 2.0},
-        "bad_words": ["ab", "c"],
-        "allowed_token_ids": [*range(32, 128), EOS],
-        "min_tokens": 3,
+        **{"temperature": 0.9, "top_k": 40, "top_p": 0.97, "min_p": 0.001, "presence_penalty": 0.3},
+        **{"frequency_penalty": 0.2, "repetition_penalty": 1.1, "logit_bias": {97: 2.0}},
+        **{"bad_words": ["ab", "c"], "allowed_token_ids": [*range(32, 128), EOS], "min_tokens": 3},
     },
 }
 

@@ -37,6 +37,11 @@ def of(request: Request) -> SequenceState:
     return SequenceState(request, list(request.prompt_token_ids))
 
 
+def add(s: Scheduler, *states: SequenceState) -> None:
+    for state in states:
+        s.add(state)
+
+
 def shares(plan: StepPlan) -> list[tuple[str, int, int, int]]:
     """(request, first token, one past the last, tree nodes) of each entry."""
     return [(e.request.request_id, e.start, e.end, e.max_nodes) for e in plan.entries]

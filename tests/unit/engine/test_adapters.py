@@ -14,7 +14,6 @@ from specinfer import LLM, LoRARequest, SamplingParams
 from specinfer.engine import memory
 from specinfer.engine import models as loading
 from specinfer.engine.loader import Loader
-from specinfer.engine.memory import MemoryNeeds
 from specinfer.errors import CapacityError, ConfigError, ModelError, RequestError
 from specinfer.kernels.low_rank import Adapter
 from specinfer.models.adapters.peft_folder import PeftFolder
@@ -24,6 +23,7 @@ from specinfer.runtime.kv_cache import gib
 from tests.adapters import merge, write_adapter
 from tests.engines import ENGINE, assert_idle, engine_of
 from tests.kernels import NAMES, kernels
+from tests.spies import spied
 from tests.tiny_models import write_pair
 from tests.unit.engine.offloading import noted_needs
 
@@ -89,9 +89,7 @@ FORMATS = [
 
 
 @pytest.mark.parametrize(("name", "quantization", "dtype"), FORMATS)
-def test_a_batch_of_many_says_what_each_says_alone(
-    folder: Path, name: Literal["torch", "native"], quantization: str, dtype: str
-) -> None:
+def test_mixed_batches(folder: Path, name: Literal["torch", "native"], quantization: str, dtype: str) -> None:
     kernels(name)
     mixed = ["one", None, "other", "one", "third", None]
     options = {"kernels": name, "quantization": quantization, "dtype": dtype}
@@ -110,9 +108,7 @@ def test_a_batch_of_many_says_what_each_says_alone(
         {"max_step_tokens": 7, "max_batch_size": 4},
     ):
         with open_llm(folder, **options, **more) as llm:
-            found = [
-                said(llm.generate(PROMPTS, params, lora_request=adapters)) for params in (GREEDY, RANDOM)
-            ]
+            found = [said(llm.generate(PROMPTS, each, lora_request=adapters)) for each in (GREEDY, RANDOM)]
             assert [*found[0], *found[1]] == alone, more
             assert_idle(llm)
     without = [place for place, adapter in enumerate([*mixed, *mixed]) if adapter is None]
@@ -221,9 +217,7 @@ def test_names_and_numbers_are_one_adapters(folder: Path) -> None:
         assert said([output]) == said(llm.generate([PROMPT], GREEDY, lora_request=LoRARequest("one", 1)))
 
 
-def test_a_damaged_adapter_is_refused_before_weights_are_read(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_adapter_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*_: Any, **__: Any) -> None:
         raise AssertionError("the weights were read")
 
@@ -258,14 +252,7 @@ def test_the_plan_of_memory_has_the_largest_adapters(
 
 
 def test_adapters_count_where_weights_do_not_fit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[MemoryNeeds] = []
-    plan_memory = memory.plan_memory
-
-    def plan(needs: MemoryNeeds, *more: Any) -> Any:
-        seen.append(needs)
-        return plan_memory(needs, *more)
-
-    monkeypatch.setattr(loading, "plan_memory", plan)
+    seen = spied(monkeypatch, loading, "plan_memory", lambda needs, *_: needs)
     monkeypatch.setattr(memory, "process_bytes", lambda: 0)
     room = [1 << 40]
     monkeypatch.setattr(memory, "allowed_bytes", lambda *_: room[0])

@@ -48,9 +48,7 @@ def guessing(folder: Path) -> LLM:
     ],
     ids=["chunks", "little memory", "by cost"],
 )
-def test_the_text_is_that_of_the_target_alone(
-    guessing: LLM, sampling: dict[str, Any], options: dict[str, Any]
-) -> None:
+def test_the_text_is_the_targets(guessing: LLM, sampling: dict[str, Any], options: dict[str, Any]) -> None:
     params = SamplingParams(max_tokens=24, **sampling)
     # With a size of its own a request is guessed for, whatever that costs here.
     guessed = replace(params, speculation={"expansion": (1, 2, 1)})
@@ -127,9 +125,7 @@ def engine(folder: Path, target: int, draft: int, **options: Any) -> LLM:
     ],
     ids=["greedy", "sampled", "processed", "multi-step"],
 )
-def test_the_text_is_the_targets_and_guesses_are_its_ids(
-    sizes: Path, target: int, draft: int, sampling: dict[str, Any]
-) -> None:
+def test_guesses_are_the_targets_ids(sizes: Path, target: int, draft: int, sampling: dict[str, Any]) -> None:
     params = SamplingParams(max_tokens=32, **sampling)
     trees: list[TokenTree] = []
     with engine(sizes, target, draft) as llm, llm.variant(drafts=()) as plain:

@@ -5,31 +5,37 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from specinfer.config import EngineConfig
+from specinfer.engine import models as loading
 from specinfer.engine.automatic_draft import automatic_drafts
-from specinfer.engine.drafts import FoundModel, with_pool_members
+from specinfer.engine.drafts import with_pool_members
 from specinfer.engine.loader import Loader
-from specinfer.engine.memory import MemoryNeeds, MemoryPlan
 from specinfer.errors import ConfigError, ModelError
 from specinfer.hub import resolve
 from specinfer.hub.known_drafts import local_drafts
 from specinfer.hub.model_files import write_pool
 from specinfer.llm import LLM
-from specinfer.models.language_model import LanguageModel
-from specinfer.progress import Progress
+from specinfer.models.adapters.peft_folder import PeftFolder
+from specinfer.models.open_model import open_model
+from specinfer.request import LoRARequest, RequestOutput
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculation_config import SpeculationConfig
+from tests.adapters import merge, write_adapter
 from tests.drafts_table import write_known_pair
 from tests.engines import ENGINE
-from tests.kernels import kernels
+from tests.kernels import NAMES, kernels
 from tests.shown import Lines
+from tests.spies import spied
 from tests.tiny_models import write_byte_tokenizer, write_similar_llama, write_tiny_llama
-from tests.unit.engine.offloading import Planned
+from tests.unit.engine.offloading import Planned, noted_needs
 
+pytestmark = pytest.mark.usefixtures("own_cache")  # of quantized weights
 PROMPT = list(range(3, 30))
 
 
@@ -54,9 +60,7 @@ def reverse_tokens(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(file))
 
 
-def test_a_draft_beside_the_model_is_used_and_the_text_is_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_beside_the_model_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = write_known_pair(tmp_path, monkeypatch)
     llm, said = started(target)
     assert llm.config.speculation.drafts == (str(draft),)
@@ -70,9 +74,7 @@ def test_a_draft_beside_the_model_is_used_and_the_text_is_the_same(
     assert llm.variant(drafts=()).models.drafts == {}
 
 
-def test_a_draft_that_cannot_be_used_is_left_out_with_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_of_no_use_is_left_out_with_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = write_known_pair(tmp_path, monkeypatch)
     whole = (draft / "model.safetensors").read_bytes()
 
@@ -95,21 +97,10 @@ def test_a_draft_that_cannot_be_used_is_left_out_with_a_line(
         LLM(str(target), drafts=(str(draft),), kernels="torch", **ENGINE)  # type: ignore[arg-type]
 
 
-def test_a_fault_in_the_weights_leaves_the_draft_out_and_the_target_is_read_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_with_a_fault_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = write_known_pair(tmp_path, monkeypatch)
-    reads, read = list[str](), Loader.target
-
-    def counted(loader: Loader, found: FoundModel, *given: Any, **how: Any) -> LanguageModel:
-        reads.append(found.files.name)
-        return read(loader, found, *given, **how)
-
-    def fail(*_: object) -> None:
-        raise ModelError("torn weights")
-
-    monkeypatch.setattr(Loader, "target", counted)
-    monkeypatch.setattr(Loader, "draft", fail)
+    reads = spied(monkeypatch, Loader, "target", lambda loader, found, *_, **__: found.files.name)
+    monkeypatch.setattr(Loader, "draft", Mock(side_effect=ModelError("torn weights")))
     llm, said = started(target)
     assert (llm.config.speculation.drafts, llm.models.drafts, reads) == ((), {}, [str(target)])
     assert "the automatic draft is left out: torn weights" in said
@@ -118,28 +109,18 @@ def test_a_fault_in_the_weights_leaves_the_draft_out_and_the_target_is_read_once
         started(target, drafts=(str(draft),))
 
 
-def test_a_fault_in_the_weights_beside_streamed_layers_makes_a_plan_without_the_draft(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_beside_streamed_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels("native")
     target, draft = write_known_pair(tmp_path, monkeypatch)
-    plans, planned = list[tuple[str, ...]](), Planned()
-
-    def plan(needs: MemoryNeeds, config: EngineConfig, progress: Progress) -> MemoryPlan:
-        plans.append(config.speculation.drafts)
-        return planned(needs, config, progress)
-
-    def fail(*_: object) -> None:
-        raise ModelError("torn weights")
-
     native = {"kernels": "native", "max_nodes": 16, "max_step_tokens": 64}
     llm, _ = started(target, **native, drafts=())
     with llm:
         expected = text(llm, temperature=0.0)
     # Only a head of the package is automatic there.
     monkeypatch.setattr("specinfer.engine.automatic_draft.heads_of", lambda _: (str(draft),))
-    monkeypatch.setattr("specinfer.engine.models.plan_memory", plan)
-    monkeypatch.setattr(Loader, "draft", fail)
+    monkeypatch.setattr(loading, "plan_memory", Planned())
+    plans = spied(monkeypatch, loading, "plan_memory", lambda needs, config, _: config.speculation.drafts)
+    monkeypatch.setattr(Loader, "draft", Mock(side_effect=ModelError("torn weights")))
     options = {**native, "offload": "auto", "offload_folder": tmp_path / "disk"}
     llm, said = started(target, **options)
     with llm:
@@ -152,9 +133,7 @@ def test_a_fault_in_the_weights_beside_streamed_layers_makes_a_plan_without_the_
         started(target, **options, drafts=(str(draft),))
 
 
-def test_memory_that_the_kv_cache_is_given_is_not_free_for_a_draft(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_of_the_cache_is_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = write_known_pair(tmp_path, monkeypatch)
     monkeypatch.setattr("specinfer.engine.found_models.free_bytes", lambda *_: 10_000_000)
     for cache, drafts in ((1_000_000, (str(draft),)), (9_900_000, ())):
@@ -162,9 +141,7 @@ def test_memory_that_the_kv_cache_is_given_is_not_free_for_a_draft(
         assert llm.config.speculation.drafts == drafts, (cache, said)
 
 
-def test_lines_for_a_draft_that_is_not_here_or_too_large(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_for_a_missing_or_a_large_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = write_known_pair(tmp_path, monkeypatch)
     config, files, lines = EngineConfig(model=str(target)), resolve(str(target)), list[str]()
     assert automatic_drafts(config, files, 1 << 30, lines.append) == (str(draft),)
@@ -246,3 +223,111 @@ def test_the_text_is_the_same_with_a_pool(folder: Path) -> None:
     assert [one.token_ids for one in outputs] == expected == again
     for name in ("draft1", "draft2"):
         assert sum(one.accepted_by.get(name, 0) for one in figures) > 0
+
+
+# Drafts with adapters: the text is unchanged, and guesses are those of the merged model.
+
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [9], [*range(5, 25)]]
+GREEDY = SamplingParams(temperature=0, max_tokens=17, ignore_eos=True)
+RANDOM = SamplingParams(temperature=1, seed=5, max_tokens=17, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model "base", an adapter "one" of it, and "merged", which is both."""
+    adapted = tmp_path_factory.mktemp("models")
+    write_tiny_llama(adapted / "base", tokenizer=True)
+    write_adapter(adapted / "one", adapted / "base", rank=4, alpha=8, seed=1)
+    merge(adapted / "base", adapted / "one", adapted / "merged", scale=2)
+    return adapted
+
+
+def open_llm(adapted: Path, model: str = "merged", **options: Any) -> LLM:
+    shape = {"expansion": (1, 1, 1)} if options.get("drafts") else {}
+    return LLM(adapted / model, **{**ENGINE, **shape, **options})
+
+
+def accepted(outputs: list[RequestOutput]) -> int:
+    return sum(output.figures.accepted_by.get("draft", 0) for output in outputs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "random"])
+def test_an_adapted_draft(adapted: Path, name: Literal["torch", "native"], params: SamplingParams) -> None:
+    kernels(name)
+    drafts = {"drafts": (str(adapted / "base"),), "kernels": name}
+    with open_llm(adapted, kernels=name) as llm:
+        want = [one.token_ids for one in llm.generate(PROMPTS, params)]
+    counts = []
+    for lora in ((), (str(adapted / "one"),)):
+        with open_llm(adapted, **drafts, draft_lora=lora) as llm:
+            outputs = llm.generate(PROMPTS, params)
+            assert [one.token_ids for one in outputs] == want
+            counts.append(accepted(outputs))
+    most = len(PROMPTS) * 12  # a prompt's pass gives 1 token, and each of 4 trees 3 nodes and 1
+    assert counts[0] < most // 2
+    assert counts[1] == most
+
+
+def test_a_self_draft_guesses_for_requests_with_an_adapter(adapted: Path) -> None:
+    asked = LoRARequest("one", 1, adapted / "one")
+    counts = []
+    for lora in ((), adapted / "one"):
+        with open_llm(adapted, "base", drafts="self", draft_quantization="int8", draft_lora=lora) as llm:
+            outputs = llm.generate(PROMPTS, GREEDY, lora_request=asked)
+            counts.append(accepted(outputs))
+    with open_llm(adapted, "base") as llm:
+        want = llm.generate(PROMPTS, GREEDY, lora_request=asked)
+    assert [one.token_ids for one in outputs] == [one.token_ids for one in want]
+    assert counts[1] > 2 * counts[0]
+
+
+@pytest.mark.parametrize("draft", ["self", "base"])
+def test_a_plan_has_the_adapters_bytes(adapted: Path, monkeypatch: pytest.MonkeyPatch, draft: str) -> None:
+    seen = noted_needs(monkeypatch)
+    drafts = {"drafts": draft if draft == "self" else adapted / draft, "draft_quantization": "int4"}
+    for lora in ((), adapted / "one"):
+        open_llm(adapted, "base", **drafts, draft_lora=lora).close()
+    adapter = PeftFolder("one", adapted / "one", open_model(adapted / "base").config).bytes(torch.int8)
+
+    without, beside = seen
+    assert adapter > 0
+    assert len(beside.draft_sets) == (2 if draft == "self" else 1)
+    for one, two in zip(without.draft_sets, beside.draft_sets, strict=True):
+        assert (two.weights - one.weights, two.reads - one.reads) == (adapter, adapter)
+    assert sum(beside.draft_weights.values()) - sum(without.draft_weights.values()) == adapter
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"drafts": (), "draft_lora": "one"}, "draft_lora is .*, and no draft model is named"),
+        ({"draft_lora": ""}, r"draft_lora is .*''.*; allowed: folders, each a non-empty string"),
+        ({"draft_lora": ("one", "draft=one")}, "draft_lora names two adapters of draft"),
+        (
+            {"drafts": ("base", "base"), "draft_lora": "one"},
+            "draft_lora is 'one', and the drafts are draft1, draft2; allowed: NAME=FOLDER",
+        ),
+        (
+            {"drafts": ("base", "base"), "draft_lora": {"draft3": "one"}},
+            "draft_lora is 'draft3=one', and the drafts are draft1, draft2",
+        ),
+    ],
+)
+def test_what_names_no_draft_is_refused(
+    adapted: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(adapted)
+    with pytest.raises(ConfigError, match=message):
+        open_llm(adapted, **{"drafts": ("base",), **options})
+
+
+def test_beside_ranks_the_first_process_has_the_draft(adapted: Path) -> None:
+    with open_llm(adapted) as llm:
+        want = [one.token_ids for one in llm.generate(PROMPTS, GREEDY)]
+    drafts = {"drafts": adapted / "base", "draft_lora": adapted / "one"}
+    with open_llm(adapted, **drafts, pipeline_parallel=2) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY)
+    assert [one.token_ids for one in outputs] == want
+    assert accepted(outputs) == len(PROMPTS) * 12

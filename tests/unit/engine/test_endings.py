@@ -24,9 +24,7 @@ SPECULATION: dict[str, dict[str, Any]] = {
 }
 
 
-def test_a_request_that_can_never_fit_its_cache_is_refused_at_once(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+def test_a_request_that_can_never_fit_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
     slot = 2 * 2 * 2 * 8 * 4  # bytes of a position: K and V, 2 layers, 2 heads of 8, float32
     tiny = write_tiny(tmp_path_factory.mktemp("long"), vocab_size=64, max_context=256)
     llm = tiny.llm(kv_cache_memory=slot * 144, block_size=4)

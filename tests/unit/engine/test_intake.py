@@ -32,6 +32,7 @@ from specinfer.speculate.table import build_speculators
 from specinfer.speculation_config import SpeculationConfig
 from specinfer.tokenizer import Tokenizer, chat_encoder, chat_template, tokenizer
 from specinfer.verify.noise import completion_seed
+from tests.spies import spied
 from tests.tiny_models import write_byte_tokenizer
 from tests.unit.test_sampling_params import WRONG, WRONG_WISHES
 from tests.unit.test_structured_output import WRONG as WRONG_FORMS
@@ -101,17 +102,9 @@ def test_none_among_parameters_is_the_usual_ones(full: Intake) -> None:
     assert other.request.params == own
 
 
-def test_a_prediction_is_cut_and_encoded_once_for_all_n_and_indexed_before_a_step(
-    models: dict[str, Intake], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    intake, encoded = models["long"], list[int]()
-    encode = Tokenizer.encode
-
-    def counted(self: Tokenizer, text: str, **more: Any) -> list[int]:
-        encoded.append(len(text))
-        return encode(self, text, **more)
-
-    monkeypatch.setattr(Tokenizer, "encode", counted)
+def test_a_prediction_is_encoded_once(models: dict[str, Intake], monkeypatch: pytest.MonkeyPatch) -> None:
+    intake = models["long"]
+    encoded = spied(monkeypatch, Tokenizer, "encode", lambda _, text, **__: len(text))
     params = SamplingParams(n=8, prediction="ab" * (1 << 20), max_tokens=8)
     [group] = intake.prompts([[1, 2]], params)
     assert encoded == [16 * (8 + MAX_DELETED)]

@@ -77,9 +77,7 @@ def test_by_the_curves_clock_nothing_is_known_nor_kept(folder: Path) -> None:
     assert learnt().outcomes == kept
 
 
-def test_a_second_process_speculates_from_its_first_step(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_process_speculates_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlainSteps, "due", DUE)
     plain = []
     for _ in range(2):

@@ -19,9 +19,10 @@ from specinfer.engine.admission import AdmittedRequest
 from specinfer.engine.loop import EngineLoop
 from specinfer.engine.transcript import Transcript
 from specinfer.errors import ClosedError, PeerLostError, RequestError, UserError
-from specinfer.request import Delta, FinishReason, RequestOutput
+from specinfer.request import Delta, FinishReason
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_engine import Pause, ScriptedEngine, admitted, counted, said
+from tests.spies import spied
 from tests.tiny_models import write_tiny_llama
 
 Make = Callable[..., AdmittedRequest]
@@ -54,9 +55,7 @@ def threads() -> Iterator[Any]:
         yield pool.submit
 
 
-def test_a_stream_is_every_output_of_its_requests(
-    loop: EngineLoop, engine: ScriptedEngine, make: Make
-) -> None:
+def test_a_stream_is_all_outputs_of_requests(loop: EngineLoop, engine: ScriptedEngine, make: Make) -> None:
     both = said(loop.stream([make("a"), make("b", 2)]))
     assert [o for o in both if o[0] == "a"] == counted("a")
     assert [o for o in both if o[0] == "b"] == counted("b", 2)
@@ -64,26 +63,15 @@ def test_a_stream_is_every_output_of_its_requests(
     assert said(loop.stream([])) == []
 
 
-def test_a_stream_of_ended_requests_makes_one_output_of_each(
-    loop: EngineLoop, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[str] = []
-    output = Transcript.output
-
-    def counting(transcript: Transcript, new_text: str = "") -> RequestOutput:
-        made.append(transcript.request.request_id)
-        return output(transcript, new_text)
-
-    monkeypatch.setattr(Transcript, "output", counting)
+def test_a_stream_of_ended_requests(loop: EngineLoop, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = spied(monkeypatch, Transcript, "output", lambda made, *_, **__: made.request.request_id)
     found = [*loop.stream([make("a"), make("b", 2)], ended_only=True)]
     assert [(one.request_id, one.finished) for one in found] == [("b", True), ("a", True)]
     assert made == ["b", "a"]
     assert said(found) == [counted("b", 2)[-1], counted("a")[-1]], "they are the last ones of a whole stream"
 
 
-def test_an_id_in_use_is_refused_and_the_request_that_has_it_goes_on(
-    loop: EngineLoop, engine: ScriptedEngine, make: Make
-) -> None:
+def test_an_id_that_is_in_use_is_refused(loop: EngineLoop, engine: ScriptedEngine, make: Make) -> None:
     engine.script = pause = Pause()
     first = loop.stream([make("a")])
     heard: list[Delta] = []
@@ -98,9 +86,7 @@ def test_an_id_in_use_is_refused_and_the_request_that_has_it_goes_on(
     assert said(loop.stream([make("a2")])) == counted("a2")  # free again
 
 
-def test_a_request_that_is_cancelled_before_the_engine_has_it_ends_alone(
-    loop: EngineLoop, engine: ScriptedEngine, make: Make
-) -> None:
+def test_a_request_is_cancelled_before_it_runs(loop: EngineLoop, engine: ScriptedEngine, make: Make) -> None:
     engine.script = pause = Pause()
     first, late = loop.stream([make("a")]), make("late")
     heard: list[Delta] = []
@@ -115,9 +101,7 @@ def test_a_request_that_is_cancelled_before_the_engine_has_it_ends_alone(
 
 
 @pytest.mark.parametrize("drop", ["close", "forget", "never begun"])
-def test_a_dropped_stream_cancels_its_request(
-    loop: EngineLoop, engine: ScriptedEngine, make: Make, drop: str
-) -> None:
+def test_dropped_streams_are_ended(loop: EngineLoop, engine: ScriptedEngine, make: Make, drop: str) -> None:
     stream = loop.stream([make("a", 999), make("b", 999)])
     if drop == "never begun":
         del stream
@@ -134,9 +118,7 @@ def test_a_dropped_stream_cancels_its_request(
     assert not engine.has_work
 
 
-def test_what_is_cancelled_within_a_step_takes_part_in_no_other(
-    loop: EngineLoop, engine: ScriptedEngine, make: Make
-) -> None:
+def test_a_cancelled_request_is_in_no_step(loop: EngineLoop, engine: ScriptedEngine, make: Make) -> None:
     one, other = make("a"), make("b", 99)
     engine.script = lambda step: loop.cancel([other]) if step == 2 else None
     heard: list[Delta] = []
@@ -168,9 +150,7 @@ def test_the_thread_sleeps_where_there_is_nothing_to_do(engine: ScriptedEngine, 
     loop.close()
 
 
-def test_a_call_from_a_step_that_would_wait_for_itself_is_refused(
-    loop: EngineLoop, engine: ScriptedEngine, make: Make
-) -> None:
+def test_a_step_may_not_wait_for_itself(loop: EngineLoop, engine: ScriptedEngine, make: Make) -> None:
     refused: list[str] = []
 
     def call(step: int) -> None:
@@ -241,9 +221,7 @@ def test_an_engine_that_cannot_even_fail_ends_all_requests(
     engine.requests.clear()
 
 
-def test_a_request_that_the_engine_refuses_fails_alone(
-    loop: EngineLoop, engine: ScriptedEngine, make: Make
-) -> None:
+def test_a_request_that_is_refused_fails_alone(loop: EngineLoop, engine: ScriptedEngine, make: Make) -> None:
     engine.refuses = {"b"}
     last = {output.request_id: output for output in loop.stream([make("a"), make("b")])}
     assert last["a"].token_ids == (1, 2, 3)
@@ -284,9 +262,7 @@ def test_a_receiver_may_submit_and_cancel(loop: EngineLoop, make: Make) -> None:
 # The end.
 
 
-def test_a_closed_loop_says_so_to_everybody_who_waits(
-    engine: ScriptedEngine, make: Make, threads: Any
-) -> None:
+def test_a_closed_loop_tells_everybody_who_waits(engine: ScriptedEngine, make: Make, threads: Any) -> None:
     loop = EngineLoop(engine)
     engine.script = pause = Pause()
     waiting = [threads(lambda name=name: said(loop.stream([make(name, 999)]))) for name in ("a", "b")]
@@ -304,11 +280,8 @@ def test_a_closed_loop_says_so_to_everybody_who_waits(
     assert not engine.has_work
     heard: list[Delta] = []
     calls: list[Callable[[], object]] = [
-        lambda: next(loop.stream([make("d")])),
-        lambda: loop.submit([make("d")], heard.append),
-        loop.check_integrity,
-        loop.rest,
-        loop.rest_when_idle,
+        *(lambda: next(loop.stream([make("d")])), lambda: loop.submit([make("d")], heard.append)),
+        *(loop.check_integrity, loop.rest, loop.rest_when_idle),
     ]
     for call in calls:
         with pytest.raises(ClosedError, match="the LLM was closed"):

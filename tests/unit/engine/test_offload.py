@@ -24,12 +24,12 @@ from specinfer.models.weights import prepare
 from specinfer.progress import NoProgress, Progress
 from specinfer.speculate.policy import guard
 from specinfer.speculate.policy.allowance import Allowance
-from tests.engines import assert_idle, engine_of
+from tests.engines import ENGINE, assert_idle, engine_of
 from tests.heads import tiny_head, write_tiny_head
 from tests.kernels import kernels
 from tests.offloading import OPTIONS, count_models_alone, write_large
 from tests.tiny_gguf import write_tiny_gguf
-from tests.tiny_models import write_similar_llama, write_tiny_llama
+from tests.tiny_models import write_similar_llama, write_tiny_llama, write_tiny_mixture
 from tests.unit.engine.heads.head_engines import HEADS
 from tests.unit.engine.offloading import Planned, resident, streamed, threads, until
 
@@ -82,9 +82,7 @@ def test_texts_with_every_draft(folder: Path, monkeypatch: pytest.MonkeyPatch, n
         assert sum(llm.statistics().guessed_tokens.values()) > 100
 
 
-def test_a_draft_in_the_blocks_of_its_file_is_not_prepared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_of_its_files_blocks_is_not_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = (write_tiny_gguf(tmp_path / f"{name}.gguf") for name in ("target", "draft"))
     want = texts(resident(target))
     options: dict[str, Any] = {"drafts": (str(draft),), "draft_quantization": "gguf", "max_batch_size": 4}
@@ -96,9 +94,7 @@ def test_a_draft_in_the_blocks_of_its_file_is_not_prepared(
 
 
 @pytest.mark.parametrize("options", [{"quantization": "int4"}, {"draft_quantization": "int8"}])
-def test_a_self_draft_no_smaller_than_its_target_is_refused_with_what_would_work(
-    folder: Path, options: dict[str, str]
-) -> None:
+def test_a_self_draft_no_smaller_than_its_target_is_refused(folder: Path, options: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="name a smaller model or a head, or leave it out"):
         resident(folder / "target", **{"quantization": "int8", **options}, drafts=("self",), offload="auto")
 
@@ -126,18 +122,14 @@ def test_who_may_guess_where_no_draft_is_named(
         assert found == guessing
 
 
-def test_layers_are_streamed_for_native_kernels_on_a_cpu_alone(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_native_kernels_on_a_cpu_stream_layers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "process_bytes", lambda: 1 << 30)
     for options, says in (({"kernels": "torch"}, "with PyTorch's: choose"), ({"device": "cuda"}, "cuda")):
         with pytest.raises((ConfigError, CapacityError), match=says):
             resident(folder / "target", memory=1 << 30, offload="auto", **options)
 
 
-def test_an_llm_that_is_closed_reads_no_more_and_says_so(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_closed_llm_reads_no_more_and_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = streamed(folder / "target", monkeypatch)
     other = llm.variant(lookup=True)
     llm.on_step = lambda _: time.sleep(0.01)  # the answer does not end by itself
@@ -157,9 +149,7 @@ def test_an_llm_that_is_closed_reads_no_more_and_says_so(
 
 
 @pytest.mark.parametrize("name", ["similar", "eagle", "block", "self"])
-def test_an_llm_that_is_closed_waits_for_no_collector(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_closed_llm_needs_no_collector(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     draft = name if name == "self" else str(folder / name)
     llm = streamed(folder / "target", monkeypatch, drafts=(draft,), lookup=True)
     collects = gc.isenabled()
@@ -185,9 +175,7 @@ def test_statistics_of_streams_go_to_another_process(folder: Path, monkeypatch: 
         assert loading.Models.settled(llm.models, llm.config) == llm.config
 
 
-def test_what_is_larger_than_the_memory_is_refused_with_the_sum(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_fit_is_refused_with_the_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     count_models_alone(monkeypatch)
     model = write_large(tmp_path / "large")
     for options, line in (
@@ -200,9 +188,7 @@ def test_what_is_larger_than_the_memory_is_refused_with_the_sum(
             LLM(model, progress=NoProgress(), **{**OPTIONS, **options})
 
 
-def test_the_first_start_comes_to_the_plan_of_the_second(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_start_plans_like_the_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest of the preparation, which was measured before."""
     count_models_alone(monkeypatch)
     taken = [0]
@@ -265,3 +251,66 @@ def test_texts_before_and_after_layers_get_the_memory_of_the_self_draft(
         with pytest.raises(ConfigError, match="layers got its memory"):
             llm.variant()
         assert texts(llm.variant(drafts=())) == want
+
+
+# Experts, which are read when they are chosen.
+
+
+EXPERTS, LAYERS = 8, 3
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    kernels("native")
+    made = tmp_path_factory.mktemp("experts")
+    shape: dict[str, Any] = {"num_layers": LAYERS, "hidden_size": 64, "expert_size": 64}
+    target = write_tiny_mixture(
+        made / "target", experts=EXPERTS, per_token=2, shared_size=24, tokenizer=True, **shape
+    )
+    write_similar_llama(target, made / "draft", noise=0.1)
+    return made
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("kind", ["none", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_texts_of_every_kind(mixtures: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, kind: str) -> None:
+    options = {"dtype": dtype, "quantization": kind, "max_batch_size": 4}
+    with resident(mixtures / "target", **options) as llm:
+        want = tokens(llm)
+    for plan, more in (
+        (Planned(slots=EXPERTS), {}),
+        (Planned(slots=2 * EXPERTS), {"lookup": True}),
+        (Planned(slots=EXPERTS), {"drafts": (str(mixtures / "draft"),), "expansion": (2, 2, 1)}),
+        (Planned(slots=2 * EXPERTS), {"drafts": (str(mixtures / "draft"),), "tree_size": "cost"}),
+    ):
+        with streamed(mixtures / "target", monkeypatch, plan, **options, **more) as llm:
+            assert tokens(llm) == want
+
+
+def limited(mixtures: Path, memory: int, **options: Any) -> LLM:
+    """Open a mixture of experts with `memory` bytes in addition to its cache."""
+    given = {**ENGINE, "kernels": "native", "dtype": "bfloat16", "kv_cache_memory": 1 << 20}
+    return LLM(
+        mixtures / "target", memory=memory, offload="auto", progress=NoProgress(), **{**given, **options}
+    )
+
+
+def test_a_limit_keeps_as_many_experts_as_fit(mixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with resident(mixtures / "target", dtype="bfloat16") as llm:
+        want = tokens(llm)
+    count_models_alone(monkeypatch)
+    plans = list[MemoryPlan]()
+    with pytest.raises(CapacityError, match=r"the model needs at least .* experts of a layer .*, but"):
+        limited(mixtures, (1 << 20) + 100_000)
+    for limit in (1_700_000, 1_850_000):
+        with limited(mixtures, limit, drafts=()) as llm:
+            plans.append(llm.models.plan)
+            assert tokens(llm) == want
+    rooms = [plan.placement.experts for plan in plans]
+    assert all(EXPERTS <= room.slots < EXPERTS * LAYERS for room in rooms if room is not None)
+    assert [plan.placement.resident_bytes <= plan.placement.memory for plan in plans] == [True, True]
+    assert f"{rooms[0].slots} of {EXPERTS * LAYERS} experts in memory" in str(plans[0])
+    with limited(mixtures, 1 << 30) as llm:
+        assert llm.models.plan is None
+        assert tokens(llm) == want

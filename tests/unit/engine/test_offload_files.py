@@ -23,17 +23,10 @@ from specinfer.models import prepared as preparing
 from specinfer.models.prepared import NewPreparedFile
 from specinfer.progress import NoProgress
 from tests.engines import ENGINE, assert_idle
+from tests.spies import spied
 from tests.tiny_models import write_similar_llama
-from tests.unit.engine.offloading import (
-    PARAMS,
-    PROMPTS,
-    Planned,
-    fails,
-    prepared_file,
-    streamed,
-    texts,
-    wanted,
-)
+from tests.unit.engine import offloading
+from tests.unit.engine.offloading import PROMPTS, Planned, fails, prepared_file, streamed, texts, wanted
 
 pytestmark = pytest.mark.usefixtures("own_cache", "no_thread_is_left")
 
@@ -50,12 +43,10 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_prepared_file_that_changes_while_it_is_read(
-    change: str, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prepared_file_changes_in_use(change: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     want, (do, says) = wanted(model), CHANGES[change]
     with streamed(model, monkeypatch) as llm:
-        begun = llm.stream(PROMPTS[0], PARAMS)
+        begun = llm.stream(PROMPTS[0], offloading.PARAMS)
         next(begun)
         do(prepared_file(llm))
         end = [*begun][-1]
@@ -68,9 +59,7 @@ def test_a_prepared_file_that_changes_while_it_is_read(
 
 
 @pytest.mark.parametrize("change", ["truncated", "replaced", "grown"])
-def test_a_model_that_changes_while_it_is_prepared(
-    change: str, model: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_changes(change: str, model: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, source, do = NewPreparedFile.write, model / "model.safetensors", CHANGES[change][0]
     changed: list[str] = []
 
@@ -180,12 +169,10 @@ def test_odd_file_systems(lacks: str, model: Path, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.thorough
-def test_a_disk_that_fails_in_mid_answer_ends_the_requests_of_the_step(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fails_ends_the_requests_of_a_step(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     want = wanted(model)
     with streamed(model, monkeypatch) as llm:
-        begun = [llm.stream(prompt, PARAMS) for prompt in PROMPTS]
+        begun = [llm.stream(prompt, offloading.PARAMS) for prompt in PROMPTS]
         for one in begun:
             next(one)
         began = time.monotonic()
@@ -223,17 +210,8 @@ def test_a_draft_whose_embeddings_cannot_be_read_guesses_no_more(
 
 
 @pytest.mark.thorough
-def test_two_engines_prepare_one_file_and_stream_from_it(
-    model: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    want, made = wanted(model), list[str]()
-    keep = NewFile.keep
-
-    def count(self: NewFile, **options: bool) -> None:
-        keep(self, **options)
-        made.append(self._path.name)
-
-    monkeypatch.setattr(NewFile, "keep", count)
+def test_two_engines_share_one_file(model: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    want, made = wanted(model), spied(monkeypatch, NewFile, "keep", lambda file, **_: file._path.name)
     monkeypatch.setattr(loading, "plan_memory", Planned())
     options: dict[str, Any] = {**ENGINE, "kernels": "native", "offload": "auto", "progress": NoProgress()}
     with ThreadPoolExecutor(2) as pool:

@@ -15,21 +15,12 @@ from hypothesis import strategies as st
 from specinfer import LLM, SamplingParams
 from specinfer.engine.admission import Admission
 from specinfer.errors import RequestError
-from specinfer.processors.pipeline import Processors
-from specinfer.request import FinishReason, Logprobs, Request
+from specinfer.request import FinishReason, Logprobs
 from tests.engines import Tiny, assert_idle, write_tiny
 from tests.exact.slow_sampling import excluded_by, is_finished, logprobs, next_law, processed_logits
-from tests.unit.engine.byte_oracle import (
-    EOS,
-    LENGTH,
-    PARAMS,
-    PROMPTS,
-    SPECULATION,
-    VOCAB,
-    Oracle,
-    params_of,
-    tokens,
-)
+from tests.spies import spied
+from tests.unit.engine import byte_oracle
+from tests.unit.engine.byte_oracle import EOS, PARAMS, PROMPTS, SPECULATION, VOCAB, Oracle, params_of, tokens
 
 WISHES: list[Any] = [
     None,
@@ -61,9 +52,7 @@ def llms(letters: Tiny) -> dict[str, LLM]:
 
 @pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize("speculation", SPECULATION)
-def test_tokens_are_the_oracles_in_a_batch_and_alone(
-    llms: dict[str, LLM], oracle: Oracle, speculation: str, name: str
-) -> None:
+def test_tokens_are_the_oracles(llms: dict[str, LLM], oracle: Oracle, speculation: str, name: str) -> None:
     llm, params = llms[speculation], params_of(name)
     expected = [oracle.text(prompt, params) for prompt in PROMPTS]
     assert tokens(llm.generate(PROMPTS, params)) == expected
@@ -72,9 +61,7 @@ def test_tokens_are_the_oracles_in_a_batch_and_alone(
 
 
 @pytest.mark.parametrize("name", ["nothing", "temperature, filters"])
-def test_a_prediction_much_longer_than_its_answer_changes_no_text(
-    llms: dict[str, LLM], oracle: Oracle, name: str
-) -> None:
+def test_a_prediction_longer_than_its_answer(llms: dict[str, LLM], oracle: Oracle, name: str) -> None:
     """It is cut; what was tried of it is still counted."""
     for speculation in SPECULATION:
         expected = oracle.text(PROMPTS[0], params_of(name))
@@ -96,9 +83,7 @@ def test_a_prediction_much_longer_than_its_answer_changes_no_text(
     ],
     ids=["chunks", "small blocks", "preemption"],
 )
-def test_chunks_blocks_and_preemption_change_nothing(
-    letters: Tiny, oracle: Oracle, limits: dict[str, int]
-) -> None:
+def test_chunks_and_blocks_change_nothing(letters: Tiny, oracle: Oracle, limits: dict[str, int]) -> None:
     llm = letters.llm(**{**SPECULATION["both"], **limits})
     batch = [(PROMPTS[i % 4], params_of(name, seed=i)) for i, name in enumerate(PARAMS)]
     outputs = llm.generate([prompt for prompt, _ in batch], [params for _, params in batch])
@@ -154,9 +139,7 @@ def test_any_combinations_in_one_batch(
 
 
 @pytest.mark.parametrize("speculation", SPECULATION)
-def test_a_stop_string_ends_the_oracles_text_at_its_last_character(
-    llms: dict[str, LLM], oracle: Oracle, speculation: str
-) -> None:
+def test_stop_strings_end_the_oracles_text(llms: dict[str, LLM], oracle: Oracle, speculation: str) -> None:
     batch, expected = [], []
     for prompt, start, size, least in product(PROMPTS, (0, 3, 8), (1, 2, 4), (0, 6)):
         whole = oracle.text(prompt, params_of("nothing", min_tokens=least))
@@ -175,9 +158,7 @@ def test_a_stop_string_ends_the_oracles_text_at_its_last_character(
 
 
 @pytest.mark.slow
-def test_under_mss_greedy_text_is_the_oracles_and_sampled_text_obeys_its_bans(
-    letters: Tiny, llms: dict[str, LLM], oracle: Oracle
-) -> None:
+def test_texts_of_multi_step_sampling(letters: Tiny, llms: dict[str, LLM], oracle: Oracle) -> None:
     iid = letters.llm(**SPECULATION["both"], verifier="mss", draw="iid")
     for llm in (llms["both"], iid):
         for name in PARAMS:
@@ -193,14 +174,7 @@ def test_under_mss_greedy_text_is_the_oracles_and_sampled_text_obeys_its_bans(
 
 
 def test_each_requests_processors_are_made_once(llms: dict[str, LLM], monkeypatch: Any) -> None:
-    made: list[str] = []
-    processors = Admission.processors
-
-    def counted(self: Admission, request: Request) -> Processors:
-        made.append(request.request_id)
-        return processors(self, request)
-
-    monkeypatch.setattr(Admission, "processors", counted)
+    made = spied(monkeypatch, Admission, "processors", lambda _, request: request.request_id)
     llms["both"].generate(PROMPTS, params_of("all of them", max_tokens=3, n=2))
     assert len(made) == len(set(made)) == 2 * len(PROMPTS)
 
@@ -226,7 +200,7 @@ def test_an_end_of_text_id_beyond_the_logits_is_never_chosen_anyway(tmp_path: Pa
 def test_a_dead_end_in_mid_text_keeps_what_was_said_and_stops_no_other(
     llms: dict[str, LLM], oracle: Oracle, speculation: str, params: dict[str, Any], said: str
 ) -> None:
-    failing, fine = SamplingParams(seed=1, max_tokens=LENGTH, **params), params_of("all of them")
+    failing, fine = SamplingParams(seed=1, max_tokens=byte_oracle.LENGTH, **params), params_of("all of them")
     prediction = replace(failing, prediction=said + "abc")
     requests = [fine, failing, fine, prediction]
     outputs = llms[speculation].generate([PROMPTS[0]] * 4, requests)
@@ -301,9 +275,7 @@ def test_asking_for_logprobs_changes_no_text(llms: dict[str, LLM]) -> None:
 
 @pytest.mark.parametrize("limits", [{}, {"max_step_tokens": 7, "max_batch_size": 4}])
 @pytest.mark.parametrize("max_tokens", [0, 1])
-def test_a_prompt_is_scored_as_a_plain_pass_scores_it(
-    letters: Tiny, oracle: Oracle, max_tokens: int, limits: dict[str, int]
-) -> None:
+def test_scores_of_a_prompt(letters: Tiny, oracle: Oracle, max_tokens: int, limits: dict[str, int]) -> None:
     params = params_of("nothing", max_tokens=max_tokens, prompt_logprobs=1, n=2)
     outputs = letters.llm(**{**SPECULATION["both"], **limits}).generate(PROMPTS, params)
     for prompt, output in zip(PROMPTS, outputs, strict=True):

@@ -15,6 +15,7 @@ from specinfer.llm import LLM
 from specinfer.request import PrefixMiss, Request, RequestOutput
 from specinfer.sampling_params import SamplingParams
 from tests.engines import Tiny, engine_of, runner_of, slow_generate
+from tests.spies import spied
 
 SYSTEM = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]  # 18 tokens: 4 blocks of 4, and 2
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -80,9 +81,7 @@ def test_an_evicted_prompt_is_said_to_be_evicted(tiny: Tiny) -> None:
     assert [miss and miss.reason for miss in misses] == ["cold", "cold", "evicted"]
 
 
-def test_a_text_that_changes_in_every_prompt_is_reported_once(
-    tiny: Tiny, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_text_that_always_changes_is_told_once(tiny: Tiny, caplog: pytest.LogCaptureFixture) -> None:
     llm = tiny.llm(block_size=4)
     for number in range(6):
         llm.generate([3, 1, number, *[4, 5, 6, 7] * 20], SamplingParams(max_tokens=0))
@@ -110,17 +109,8 @@ def test_salts_keep_requests_apart(tiny: Tiny) -> None:
     assert cached(outputs) == [0, 0, 0, 17, 17, 0, 0, 17]
 
 
-def test_a_prompts_blocks_are_hashed_before_it_is_submitted(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hashed: list[int] = []
-    blake = kv_blocks.blake2b
-
-    def counted(data: bytes, **more: Any) -> Any:
-        hashed.append(len(data))
-        return blake(data, **more)
-
-    monkeypatch.setattr(kv_blocks, "blake2b", counted)
+def test_blocks_are_hashed_before_a_prompt_is_added(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = spied(monkeypatch, kv_blocks, "blake2b", lambda data, **_: len(data))
     llm = tiny.llm(block_size=4)
     [group] = llm.intake.prompts([SYSTEM], SamplingParams(temperature=0, max_tokens=1, n=3))
     assert len(hashed) == 3 * (1 + len(SYSTEM) // 4)  # a block's hash, and the first ones' root
@@ -154,13 +144,7 @@ def test_a_draft_guesses_as_well_behind_a_prefix_it_has_and_behind_one_it_never_
 def test_a_draft_reads_a_prefix_once(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = tiny.llm(drafts=["target"], block_size=4)
     draft = next(s for s in engine_of(llm)._speculators._speculators if s.name == "0-target")  # type: ignore[attr-defined]
-    rows: list[int] = []
-    launch = draft._runner.launch
-    monkeypatch.setattr(
-        draft._runner,
-        "launch",
-        lambda parts, **more: (rows.append(sum(len(p.token_ids) for p in parts)), launch(parts, **more))[1],
-    )
+    rows = spied(monkeypatch, draft._runner, "launch", lambda rows, **_: sum(len(p.token_ids) for p in rows))
     first_passes = []
     for _ in range(2):
         rows.clear()

@@ -42,9 +42,7 @@ def count_logits(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("options", [{}, {"prefix_reuse": False}, {"max_batch_size": 1}])
-def test_completions_of_a_prompt_share_what_the_first_computes(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
+def test_completions_share_it(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     llm = tiny.llm(block_size=4, max_step_tokens=ROWS, **options)
     [alone] = llm.generate(LONG, params(prompt_logprobs=2))
     plain = llm.generate(LONG, params(n=5))[0].outputs
@@ -88,9 +86,7 @@ def until_first_token(llm: LLM, asked: SamplingParams, tokens: int, steps: int) 
 @pytest.mark.parametrize("n", [1, 16])
 @pytest.mark.parametrize("tokens", [3, 40])
 @pytest.mark.parametrize("steps", [1, 2])
-def test_others_wait_about_as_long_as_beside_an_ordinary_prompt(
-    tiny: Tiny, n: int, tokens: int, steps: int
-) -> None:
+def test_others_wait_as_beside_an_ordinary_prompt(tiny: Tiny, n: int, tokens: int, steps: int) -> None:
     def waited(**more: Any) -> tuple[int, int]:
         llm = tiny.llm(block_size=4, max_step_tokens=ROWS, max_batch_size=16)
         return until_first_token(llm, params(n=n, **more), tokens, steps)
@@ -101,9 +97,7 @@ def test_others_wait_about_as_long_as_beside_an_ordinary_prompt(
     assert rows < len(LONG) - ROWS, "completions that wait for the prompt to be read let others pass"
 
 
-def test_logits_of_a_prompt_are_made_in_blocks_behind_those_of_answers(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_of_a_prompt_are_made_in_blocks(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     llm, held = tiny.llm(max_step_tokens=512), list[int]()
     [want] = tiny.llm(max_step_tokens=ROWS).generate([LONG], params(prompt_logprobs=1))
     scores = Flight.scores

@@ -14,13 +14,9 @@ from tests.engines import Tiny
 from tests.switched import RECURRENT, SWITCHED, switched_tiny
 from tests.tiny_models import write_tiny_llama
 from tests.unit.engine.byte_oracle import EOS, PARAMS, PROMPTS, VOCAB, Oracle, params_of, tokens
-from tests.unit.engine.test_parameters import llms, oracle, test_a_prompt_is_scored_as_a_plain_pass_scores_it
+from tests.unit.engine.test_parameters import llms, oracle, test_scores_of_a_prompt
 
-__all__ = [
-    "llms",
-    "oracle",
-    "test_a_prompt_is_scored_as_a_plain_pass_scores_it",
-]  # with the models of this file
+__all__ = ["llms", "oracle", "test_scores_of_a_prompt"]  # with the models of this file
 
 
 def lettered(name: str) -> ModelConfig:

@@ -13,7 +13,7 @@ from specinfer.engine.scheduler import Scheduler
 from specinfer.request import Request
 from specinfer.sampling_params import SamplingParams
 from specinfer.scheduler_config import SchedulerConfig
-from tests.unit.engine.scheduling import commit, of, scheduler, sequence, shares
+from tests.unit.engine.scheduling import add, commit, of, scheduler, sequence, shares
 
 
 def test_a_prompt_is_computed_in_chunks_then_ends_in_one_node_then_grows_trees() -> None:
@@ -36,8 +36,7 @@ def test_a_prompt_is_computed_in_chunks_then_ends_in_one_node_then_grows_trees()
 def test_every_running_request_has_its_row_and_trees_share_the_rest() -> None:
     s = scheduler(rows=8, batch=3, tree=6)
     states = [sequence(name, 2) for name in "abc"]
-    for state in states:
-        s.add(state)
+    add(s, *states)
     plan = s.schedule()
     assert shares(plan) == [("a", 0, 2, 1), ("b", 0, 2, 1), ("c", 0, 2, 1)]
     commit(plan, states)
@@ -49,8 +48,7 @@ def test_every_running_request_has_its_row_and_trees_share_the_rest() -> None:
 def test_a_prompt_does_not_wait_for_trees_that_others_may_grow(nodes: int) -> None:
     s = scheduler(rows=512, batch=16, blocks=2000, tree=nodes, context=4000)
     states = [sequence(chr(ord("a") + i), 4) for i in range(12)]
-    for state in states:
-        s.add(state)
+    add(s, *states)
     commit(s.schedule(), states)
     late = sequence("z", 1000)
     s.add(late)
@@ -100,8 +98,7 @@ def test_rows_of_prompts_go_to_the_shortest_and_the_oldest() -> None:
 def test_a_prompt_has_its_blocks_from_the_start_so_that_later_ones_do_not_take_them() -> None:
     s = scheduler(rows=8, blocks=10)  # 40 positions
     long, other = sequence("a", 30), sequence("b", 12)
-    s.add(long)
-    s.add(other)
+    add(s, long, other)
     assert shares(s.schedule()) == [("a", 0, 8, 0)]
     assert len(long.block_table) == 8
     assert list(s.waiting) == [other]
@@ -110,8 +107,7 @@ def test_a_prompt_has_its_blocks_from_the_start_so_that_later_ones_do_not_take_t
 def test_waiting_requests_join_when_there_is_room_and_in_order() -> None:
     s = scheduler(rows=20, batch=2)
     states = [sequence("a", 4), sequence("b", 4), sequence("c", 4)]
-    for state in states:
-        s.add(state)
+    add(s, *states)
     assert [e.request.request_id for e in s.schedule().entries] == ["a", "b"]
     s.remove(states[0])
     assert [name for name, *_ in shares(s.schedule())] == ["b", "c"]
@@ -141,8 +137,7 @@ def test_short_of_blocks_a_request_goes_on_without_a_tree() -> None:
 def test_the_newest_gives_way_and_comes_back_first() -> None:
     s = scheduler(blocks=4, tree=1)
     a, b, c = sequence("a", 8), sequence("b", 7), sequence("c", 1)
-    for state in (a, b, c):
-        s.add(state)
+    add(s, a, b, c)
     plan = s.schedule()
     assert shares(plan) == [("a", 0, 8, 1), ("b", 0, 7, 1)]
     commit(plan, [a, b])
@@ -169,8 +164,7 @@ def test_a_step_reads_the_list_of_running_requests_a_few_times_however_many_run(
     config = SchedulerConfig(max_step_tokens=256, max_batch_size=64)
     s = Scheduler(config, BlockPool(400, block_size=4), tree_nodes=1, max_context=1000, prefix_reuse=False)
     states = [sequence(chr(64 + number), 2) for number in range(64)]
-    for state in states:
-        s.add(state)
+    add(s, *states)
     commit(s.schedule(), states)
     s.running = Counted(s.running)
     assert len(s.schedule().entries) == 64
@@ -187,8 +181,7 @@ def test_requests_of_few_adapters_run_at_once_and_none_waits_for_ever() -> None:
     s = Scheduler(config, BlockPool(100, block_size=4), tree_nodes=1, max_context=1000, max_adapters=2)
     names = [("a", "x"), ("b", "y"), ("c", "z"), ("d", None), ("e", "x"), ("f", "z"), ("g", None)]
     states = {name: adapted(name, adapter) for name, adapter in names}
-    for state in states.values():
-        s.add(state)
+    add(s, *states.values())
 
     def running() -> str:
         commit(s.schedule(), list(states.values()))
@@ -218,8 +211,7 @@ def alike(name: str, prompt: int, **params: int) -> SequenceState:
 def test_who_begins_like_a_running_prompt_waits_for_it_and_lets_others_pass() -> None:
     s = scheduler(rows=6)
     a, b, c = alike("a", 11), alike("b", 10), sequence("c", 2)
-    for state in (a, b, c):
-        s.add(state)
+    add(s, a, b, c)
     seen = []
     for _ in range(4):
         plan = s.schedule()
@@ -239,8 +231,7 @@ def test_who_begins_like_a_running_prompt_waits_for_it_and_lets_others_pass() ->
 def test_of_many_that_wait_for_a_block_one_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     s = scheduler(rows=8, tree=1)
     a, others, last = alike("a", 23), [alike(f"{i}", 20 + i % 3) for i in range(30)], sequence("z", 2)
-    for state in (a, *others, last):
-        s.add(state)
+    add(s, a, *others, last)
     looked_up: list[int] = []
     find = s._pool.find
     monkeypatch.setattr(s._pool, "find", lambda hashes: (looked_up.append(len(hashes)), find(hashes))[1])

@@ -11,7 +11,7 @@ from specinfer.errors import IntegrityError
 from specinfer.plan import StateCheckpoint, StateCounts, StateUse, StepPlan
 from specinfer.request import Request
 from specinfer.sampling_params import SamplingParams
-from tests.unit.engine.scheduling import commit, of, scheduler
+from tests.unit.engine.scheduling import add, commit, of, scheduler
 
 KEYS = [bytes([i]) for i in range(40)]
 
@@ -146,8 +146,7 @@ def run(s: Scheduler, *sequences: SequenceState) -> list[tuple[str, int, int, St
 def test_plans_of_texts_that_begin_alike() -> None:
     s = scheduler(rows=16, batch=3, states=slots(8, requests=3))
     a, b, c = (sequence(name, "abcdefghijklmnop" + name * 6) for name in "xyz")
-    for one in (a, b, c):
-        s.add(one)
+    add(s, a, b, c)
     early, shared, *own = (one.hash_blocks(4)[at] for one, at in ((a, 2), (a, 3), (a, 4), (b, 4), (c, 4)))
     source = StateCheckpoint(4, 16, shared)
     # b and c wait for the blocks of a, and a makes a checkpoint where they part.
@@ -163,8 +162,7 @@ def test_plans_of_texts_that_begin_alike() -> None:
 def test_more_requests_than_slots_wait_and_a_preempted_one_goes_on_from_a_checkpoint() -> None:
     s = scheduler(rows=32, batch=4, blocks=8, tree=1, states=slots(4))
     a, b, c = (sequence(name, name * 10) for name in "abc")
-    for one in (a, b, c):
-        s.add(one)
+    add(s, a, b, c)
     assert [name for name, *_ in run(s, a, b)] == ["a", "b"]
     while b in s.running:  # each grows by a token, until 32 positions are full
         run(s, a, b, c)

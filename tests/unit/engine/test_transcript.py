@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specinfer.engine.steps import TreeEvent
 from specinfer.engine.transcript import StopStrings, Transcript
 from specinfer.request import FinishReason, Request
 from specinfer.sampling_params import SamplingParams
+from specinfer.speculate.decision import PLAIN, Contribution, Decision
 from specinfer.tokenizer import Tokenizer
 from specinfer.tree import DrawRule, TreeBuilder
 from specinfer.tree.token_tree import single_node
@@ -171,7 +174,6 @@ def test_figures_count_steps_after_the_first_token_and_give_credit(tokenizer: To
 def test_a_stop_string_in_the_middle_of_a_token_ends_the_text_there(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_folder(tmp_path))
     special = tokenizer.special_id("<s>")
-    assert special is not None
     for included, text in ((False, "a"), (True, "a<")):
         shows = {"include_stop_str_in_output": included, "visible_token_ids": (special,)}
         t = transcript(tokenizer, stop="<", **shows)
@@ -247,3 +249,29 @@ def test_strings_that_are_not_begun_cost_nothing() -> None:
     assert stops.feed("plain text " * 1000) is None
     assert Counted.looks == 0
     assert stops.feed(f"x{chr(0x4E00 + 7)} and so on.") == (11001, 11012)
+
+
+# A step's tree as JSON values.
+
+
+A, B = b"AB"
+
+
+def step(root: int, guess: int, bonus: int) -> TreeEvent:
+    builder = TreeBuilder(root=root)
+    builder.add(0, guess, "lookup")
+    return TreeEvent(2, "r", builder.build(), Acceptance((1,), bonus), {"propose": 0.25})
+
+
+def test_an_event_says_all_of_its_step(tokenizer: Tokenizer) -> None:
+    assert step(A, B, A).to_json(tokenizer) == {
+        **{"step": 2, "request_id": "r", "token_ids": [A, B], "parents": [-1, 0]},
+        **{"proposed_by": [[], ["lookup"]], "path": [1], "next_token": A, "likelihoods": [1.0, 0.5]},
+        **{"seconds": {"propose": 0.25}, "texts": ["A", "B"], "next_text": "A"},
+    }
+
+
+def test_an_event_says_why_where_somebody_asked() -> None:
+    decision = Decision((Contribution("lookup", PLAIN),), (1.0,), 0.0, 0.5)
+    record = replace(step(A, B, A), decision=decision).to_json()
+    assert record["decision"] == decision.to_json()

@@ -44,9 +44,7 @@ def engine(
     return tiny.llm(tree_size="cost", **{**SPECULATION, "clock": "curve", **options})
 
 
-def test_an_idle_engine_measures_what_its_first_start_measured_roughly(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_idle_engine_measures_what_was_rough(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specinfer.engine.costs._FIRST_SECONDS", 0.0)
     monkeypatch.setattr("specinfer.engine.loop._IDLE_SECONDS", 0.01)
     params = SamplingParams(temperature=0, max_tokens=20)
@@ -114,9 +112,7 @@ def test_where_nothing_pays_the_draft_is_hardly_run(tiny: Tiny, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("wishes", [{"expansion": "2,1"}, {"max_nodes": 5}])
-def test_a_request_gets_the_size_it_asks_for(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, wishes: dict[str, Any]
-) -> None:
+def test_a_request_has_its_size(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, wishes: dict[str, Any]) -> None:
     llm = engine(tiny, monkeypatch, CURVES["drafts are dear"], lookup=False)
     asking = SamplingParams(temperature=0, max_tokens=20, speculation=wishes)
     drafted = [
@@ -127,9 +123,7 @@ def test_a_request_gets_the_size_it_asks_for(
     assert drafted[1] < 0.5
 
 
-def test_multi_step_sampling_keeps_what_was_drawn_whatever_a_pass_costs(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_multi_step_sampling_keeps_what_was_drawn(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(temperature=0.9, seed=2, max_tokens=40)
     widths: set[int] = set()
     for curves in CURVES.values():
@@ -153,9 +147,7 @@ class Erratic:
 
 
 @pytest.mark.parametrize("curves", ["seven rows are free", "rows are dear"])
-def test_multi_step_texts_come_again_where_no_clock_has_a_say(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, curves: str
-) -> None:
+def test_multi_step_texts_come_again(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, curves: str) -> None:
     params = SamplingParams(temperature=0.9, seed=2, max_tokens=60)
     runs: list[tuple[list[tuple[int, ...]], list[tuple[int, ...]]]] = []
     for seed in range(2):
@@ -171,9 +163,7 @@ def test_multi_step_texts_come_again_where_no_clock_has_a_say(
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(3))
-def test_the_text_is_the_same_whatever_the_clock_says(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_the_text_does_not_depend_on_time(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=60)
     llm = engine(tiny, monkeypatch, CURVES["rows are free"], clock="measured")
     with monkeypatch.context() as patched:

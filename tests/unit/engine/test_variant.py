@@ -80,9 +80,7 @@ class Nothing(Speculator):
         return [single_node(entry.token_ids[entry.end - 1]) for entry in plan.tree_entries]
 
 
-def test_a_variant_has_the_speculators_it_is_given_and_none_of_anothers(
-    tiny: Tiny, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_variant_has_the_speculators_it_is_given(tiny: Tiny, caplog: pytest.LogCaptureFixture) -> None:
     one, other = Nothing(), Nothing()
     config = EngineConfig.from_options("tiny", ENGINE)
     llm = LLM.from_models(config, Models(tiny.target, tiny.tokenizer, {}), [one])

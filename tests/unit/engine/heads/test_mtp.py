@@ -221,10 +221,7 @@ def test_texts_of_a_gguf_file(quantization: Quantization, targets: dict[str, Pat
     opened = open_model(tmp_path / "m.gguf")
     used = kernels("native")
     how: dict[str, Any] = {
-        "quantization": quantization,
-        "kernels": used,
-        "dtype": torch.float32,
-        "device": CPU,
+        **{"quantization": quantization, "kernels": used, "dtype": torch.float32, "device": CPU},
     }
     target = load_model(opened, **how)
     head = MtpFile(local_model("g", tmp_path / "m.gguf"), opened.config)
@@ -274,9 +271,7 @@ def gguf_layer(name: str, folder: Path, inner: int | None = None) -> dict[str, A
                 values, (values.shape[0], inner) if "down" in after else (inner, values.shape[1])
             )
         found[f"blk.4.{own.get(stem) or inside[after]}.weight"] = values
-    found |= {
-        f"blk.4.{kind}.weight": np.stack([one[i] for i in range(len(one))]) for kind, one in stacks.items()
-    }
+    found |= {f"blk.4.{k}.weight": np.stack([of[i] for i in range(len(of))]) for k, of in stacks.items()}
     return found
 
 

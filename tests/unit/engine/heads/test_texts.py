@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,15 @@ import pytest
 from specinfer import SamplingParams
 from specinfer.config import EngineConfig
 from specinfer.engine.models import Models
-from specinfer.errors import ConfigError, ModelError
+from specinfer.engine.steps import TreeEvent
+from specinfer.errors import ConfigError
 from specinfer.heads.checkpoint import AnyHeadModel
 from specinfer.llm import LLM
+from specinfer.plan import PlanEntry
 from specinfer.runtime.cost_curve import CostCurve
+from specinfer.speculate.drafts.draft import CachedText, CachedTexts
 from tests.engines import ENGINE, Tiny, assert_idle, slow_generate
-from tests.unit.engine.heads.head_engines import HEADS, PROMPTS, SAMPLED, AnyHead, engine
+from tests.unit.engine.heads.head_engines import HEADS, PROMPTS, SAMPLED, AnyHead, engine, shaped
 
 
 @pytest.mark.few(6)
@@ -88,9 +92,7 @@ def test_a_folder_is_a_draft(
         assert set(output.figures.proposed_by) == {f"draft{i}" for i in range(1, 1 + len(heads))}
 
 
-def test_a_heads_pass_is_timed_behind_its_targets(
-    tiny: Tiny, heads: dict[str, AnyHeadModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_is_timed(tiny: Tiny, heads: dict[str, AnyHeadModel], monkeypatch: pytest.MonkeyPatch) -> None:
     timed: dict[object, object] = {}
 
     def curve(runner: Any, *, behind: Any, **_: object) -> CostCurve:
@@ -113,5 +115,57 @@ def test_a_heads_pass_is_timed_behind_its_targets(
 def test_what_heads_do_not_heed_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"draft_lora gives .*head0 an adapter, and it is a head; "):
         LLM(str(folder / "target"), **ENGINE, drafts=[str(folder / "head0")], draft_lora="one")
-    with pytest.raises(ModelError, match="name it in drafts"):
-        LLM(str(folder / "head0"), **ENGINE)
+
+
+# Rows that an engine before had read.
+
+
+PROMPT = [(7 * i) % 61 for i in range(50)]  # 12 blocks of 4, and 2 tokens
+
+
+def test_drafts_begin_behind_stored_rows(
+    tiny: Tiny, heads: dict[str, AnyHeadModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts: list[tuple[int, int]] = []
+    miss = CachedTexts._miss
+
+    def start(texts: CachedTexts, entry: PlanEntry, limit: int) -> CachedText:
+        text = found(texts, entry, limit)
+        starts.append((text.origin, text.cached))
+        return text
+
+    def missed(texts: CachedTexts, text: CachedText, first: int) -> None:
+        miss(texts, text, first)
+        starts.append((text.origin, text.cached))
+
+    found = CachedTexts._start
+    monkeypatch.setattr(CachedTexts, "_start", start)
+    monkeypatch.setattr(CachedTexts, "_miss", missed)
+
+    def run(store: Path, name: str, times: int = 1) -> tuple[Sequence[int], list[object]]:
+        """Answer in a new engine; returns the last text and its guesses."""
+        draft = tiny.similar if name == "model" else heads[name]
+        options = {**ENGINE, "block_size": 4, "prompt_store": store, "drafts": (name,)}
+        config = EngineConfig.from_options("tiny", options)
+        models = Models(tiny.target, tiny.tokenizer, {"draft": draft}, origin={"model": "tiny"})
+        with LLM.from_models(config, models) as llm:
+            for _ in range(times):
+                starts.clear()
+                events: list[TreeEvent] = []
+                llm.on_tree = events.append
+                (output,) = llm.generate([PROMPT], shaped(10))
+        trees = [event.tree for event in events]
+        return output.token_ids, [
+            (tree.token_ids, tree.parents, [draw.confidence for draw in tree.draws]) for tree in trees
+        ]
+
+    for name in ("model", *heads):
+        expected = run(tmp_path / name, name, times=2)
+        kept = [*starts]
+        assert kept == [(0, 48)], name
+        assert run(tmp_path / name, name) == expected, name
+        assert starts == kept, name
+        for path in (tmp_path / name).glob("*/*.*"):
+            path.write_bytes(path.read_bytes()[:-1])  # damaged
+        assert run(tmp_path / name, name)[0] == expected[0], name
+        assert starts[-1] == ((0, 0) if name == "model" else (48, 48)), name

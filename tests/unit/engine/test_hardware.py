@@ -1,32 +1,38 @@
-"""Quantized models: the kind that "auto" chooses, and the same text with and without speculation."""
+"""What a machine allows: forms of weights for its memory, and options by device."""
 
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from shutil import copy
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import psutil
 import pytest
 import torch
 
 from specinfer.config import EngineConfig
+from specinfer.engine import found_models, memory
 from specinfer.engine.drafts import FoundModel
 from specinfer.engine.found_models import check_self, find_models, find_target
 from specinfer.engine.hardware import Hardware, choose_quantization, machine_memory
 from specinfer.engine.models import load_models
-from specinfer.errors import ConfigError
+from specinfer.errors import ConfigError, KernelBuildError
 from specinfer.hub import ModelFiles
 from specinfer.kernels.choice import TORCH
 from specinfer.llm import LLM
 from specinfer.models.open_model import open_model
 from specinfer.models.weight_sizes import estimate_bytes
+from specinfer.models.weights import load_model
 from specinfer.progress import NoProgress
 from specinfer.sampling_params import SamplingParams
+from specinfer.speculate import table
 from tests.engines import ENGINE
 from tests.gguf_blocks import write_blocks
-from tests.kernels import NAMES, kernels
+from tests.heads import block_config, tiny_head, write_tiny_head
+from tests.kernels import NAMES, kernels, library_or_skip
+from tests.offloading import OPTIONS, count_models_alone, write_large
 from tests.quantized_folders import FORMATS, write_quantized
 from tests.tiny_models import write_pair, write_similar_llama, write_tiny_llama, write_tiny_mixture
 
@@ -82,11 +88,7 @@ def test_each_file_runs_in_the_form_that_loses_least(tmp_path: Path) -> None:
         ("a folder over half of memory", folder, "int8", {}, "int8", "more than half of"),
         ("a folder far over it", folder, "int4", {}, "int4", "int8 would take"),
         (
-            "a half of it, the other on another host",
-            folder,
-            ("none",),
-            {"share": 0.5},
-            "none",
+            *("a half of it, the other on another host", folder, ("none",), {"share": 0.5}, "none"),
             "bfloat16 takes",
         ),
         ("a folder that is streamed", folder, 1, {"streams": True}, "none", "bfloat16 takes"),
@@ -98,8 +100,8 @@ def test_each_file_runs_in_the_form_that_loses_least(tmp_path: Path) -> None:
         ("NF4", folders["nf4"], None, {}, "int8", "no form of their own"),
         ("NF4 without memory", folders["nf4"], "int4", {}, "int4", "int8 would take"),
     ]
-    for name, path, memory, options, kind, reason in cases:
-        found = chosen(path, memory, **options)
+    for name, path, room, options, kind, reason in cases:
+        found = chosen(path, room, **options)
         assert found[0] == kind, (name, found)
         assert reason in found[1], (name, found)
 
@@ -124,9 +126,7 @@ def test_an_engine_has_the_chosen_kinds(tmp_path: Path, caplog: pytest.LogCaptur
     assert "gptq, a draft: quantization int4 (the file's levels, without rounding)" in caplog.text
 
 
-def test_a_self_draft_as_large_as_its_target_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_self_draft_of_its_targets_size_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hardware = Hardware(CPU, torch.bfloat16, kernels("native"))
     for kind, said in (("Q4_K", True), ("Q8_0", False), ("Q6_K", False)):
         path = write_blocks(tmp_path / f"{kind}.gguf", {}, kind)
@@ -209,3 +209,115 @@ def test_only_the_rows_of_a_draft_may_depend_on_how_many_there_are(folder: Path)
     models = load_models(EngineConfig.from_options(str(folder / "target"), options))
     loose = [model.kernels.products.use.loose for model in (models.target, *models.drafts.values())]
     assert loose == [False, True]
+
+
+# The table "Options by device" of docs/hardware.md.
+
+
+PAGE: Final = Path(__file__).parents[3] / "docs" / "hardware.md"
+WITH, WITHOUT, GPU = "CPU with kernels", "CPU without kernels", "GPU"
+SECTION: Final = PAGE.read_text(encoding="utf-8").partition("## Options by device\n")[2].strip()
+HEAD, _, *LINES = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in SECTION.splitlines()
+    if line.startswith("|")
+]
+CELLS: Final = {(row[0], col): cell for row in LINES for col, cell in zip(HEAD[1:], row[1:], strict=True)}
+# Options of each row, one set for each name in its first cell.
+OPTIONS_OF: Final[dict[str, list[dict[str, Any]]]] = {
+    "bfloat16, float32": [{"dtype": "bfloat16"}, {"dtype": "float32"}],
+    "`int8`, `int4`, `gguf`": [{"quantization": kind} for kind in ("int8", "int4", "gguf")],
+    "draft models, heads": [{"drafts": ("draft",)}, {"drafts": ("head",)}],
+    "lookups": [{"lookup": True}],
+    "`--tensor-parallel`": [{"tensor_parallel": 2, "quantization": "int8"}],
+    "`--pipeline-parallel`": [{"pipeline_parallel": 2}],
+    "`--offload auto`": [OPTIONS],
+}
+# Ranks on CPUs, with and without kernels, are tested in tests/unit/parallel.
+TESTED: Final = [cell for cell in CELLS if cell[1] == GPU or "-parallel`" not in cell[0]]
+
+
+class Reached(Exception):
+    """The options were accepted: models are opened next."""
+
+
+def without_kernels(progress: object = None) -> None:
+    raise KernelBuildError("no compiler here; install one")
+
+
+@pytest.fixture(scope="module")
+def devices(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Targets, a draft, a head and a GGUF file."""
+    made = write_pair(tmp_path_factory.mktemp("devices"))
+    write_tiny_head(tiny_head(block_config()), made / "head")
+    write_blocks(made / "gguf", {}, "Q4_0")
+    write_large(made / "large")
+    return made
+
+
+def accepted(devices: Path, column: str, options: dict[str, Any], patch: pytest.MonkeyPatch) -> bool:
+    """True if an engine starts with these options on such a device."""
+    name = "gguf" if options.get("quantization") == "gguf" else "large" if "offload" in options else "target"
+    drafts = tuple(str(devices / draft) for draft in options.get("drafts", ()))
+    given = {**ENGINE, **options, "drafts": drafts}
+    try:
+        if column == GPU:
+            accept_on_gpu(devices / name, given, patch)
+        else:
+            if column == WITHOUT:
+                patch.setattr(table, "load_library", without_kernels)
+            if "offload" in options:
+                count_models_alone(patch)
+            kind: Literal["native", "torch"] = "native" if column == WITH else "torch"
+            if name == "gguf":  # has no tokenizer
+                loaded: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
+                load_model(open_model(devices / name), kernels=kernels(kind), quantization="gguf", **loaded)
+            else:
+                LLM(devices / name, progress=NoProgress(), kernels=kind, **given).close()
+    except (ConfigError, KernelBuildError):
+        return False
+    return True
+
+
+def accept_on_gpu(model: Path, options: dict[str, Any], patch: pytest.MonkeyPatch) -> None:
+    """Check the options as loading does, on a device that is not there."""
+    patch.setattr("torch.cuda.is_available", lambda: True)
+    if "offload" in options:
+        patch.setattr(memory, "allowed_bytes", lambda limit, device: memory.process_bytes() + 1)
+        needs = memory.MemoryNeeds(
+            target=FoundModel(ModelFiles("large", model, ()), open_model(model)),
+            quantization="none",
+            hardware=Hardware(torch.device("cuda"), torch.bfloat16, TORCH),
+            draft_weights={},
+            draft_sets=(memory.DraftSet(),),
+            reads_table=False,
+        )
+        memory.plan_memory(needs, EngineConfig.from_options("large", {"offload": "auto"}), NoProgress())
+        return
+
+    def open_next(*_: object, **__: object) -> None:
+        raise Reached
+
+    patch.setattr(found_models, "find", open_next)
+    config = EngineConfig.from_options(str(model), {**options, "device": "cuda"})
+    with pytest.raises(Reached):
+        load_models(config)
+    table.build_speculators(config.speculation)
+
+
+def test_every_row_is_tested() -> None:
+    assert HEAD[1:] == [WITH, WITHOUT, GPU]
+    assert [row for row, *_ in LINES] == [*OPTIONS_OF]
+    assert all(re.match(r"(?:yes|no|if the host can compile kernels)\b", cell) for cell in CELLS.values())
+
+
+@pytest.mark.parametrize(("row", "column"), TESTED)
+def test_cells_are_right(row: str, column: str, devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if column == WITH:
+        library_or_skip()
+    cell = CELLS[row, column]
+    answers = {accepted(devices, column, options, monkeypatch) for options in OPTIONS_OF[row]}
+    assert answers == {cell != "no"}, (row, column)
+    if cell.startswith("if the host can compile kernels"):
+        monkeypatch.setattr(table, "load_library", without_kernels)
+        assert not accepted(devices, column, OPTIONS_OF[row][0], monkeypatch)
