@@ -113,11 +113,8 @@ MEMORY: list[tuple[str, str, str, Groups, int | None]] = [
     ("version 1, no limit", "4:memory:/", v1("memory"), group1(NONE, 100), None),
     ("1, a limit", "4:memory:/", v1("memory"), group1(1000, 300), 700),
     (
-        "1, files can go, below as well",
-        "4:memory:/",
-        v1("memory"),
-        group1(1000, 300, stat=SUMS.format(200)),
-        900,
+        *("1, files can go, below as well", "4:memory:/", v1("memory")),
+        *(group1(1000, 300, stat=SUMS.format(200)), 900),
     ),
     ("1, nested", "4:memory:/docker/4f1a/b", V1_TOP, group1(1000, 950) | group1(NONE, 950, "b/"), 50),
     ("1, others of 2", "4:memory:/a\n0::/a", V1_AND_2, group1(1000, 300, "a/") | {"a/cpu.max": "max 1"}, 700),
@@ -133,9 +130,7 @@ def test_the_least_limit_on_the_way_up_counts(monkeypatch: pytest.MonkeyPatch, t
             assert found() == limit, name
 
 
-def test_a_mount_may_stand_anywhere_and_have_any_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_mount_has_any_place_and_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = tmp_path / "run" / "my groups"
     (folder / "a").mkdir(parents=True)
     (folder / "a" / "memory.max").write_text("77\n")

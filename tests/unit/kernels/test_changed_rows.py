@@ -18,6 +18,7 @@ from specinfer.processors.changes import NOTHING, Changes, RowChanges, bans, bia
 from specinfer.sampling_params import SamplingParams
 from specinfer.verify.scan import NO_TOKEN, NUMPY, LogitBlock, choice
 from specinfer.verify.target_law import NUMPY_ROW
+from tests.spies import spied
 from tests.unit.kernels.logit_rows import ALL_PARAMS, Row, asked, blocks, native_scan, rows, with_threads
 
 pytestmark = pytest.mark.thorough
@@ -60,9 +61,7 @@ def some_changes(rng: np.random.Generator, row: Row) -> RowChanges:
 
 @pytest.mark.parametrize("params", ALL_PARAMS.values(), ids=ALL_PARAMS)
 @pytest.mark.parametrize("vocab", [41, 257, 1025, 40_003])
-def test_choices_in_changed_rows_are_those_of_the_law(
-    native: NativeScan, vocab: int, params: SamplingParams
-) -> None:
+def test_changed_rows_have_choices_of_the_law(native: NativeScan, vocab: int, params: SamplingParams) -> None:
     lines, rng = list(rows(vocab).values()), np.random.default_rng(vocab)
     for block in blocks(lines).values():
         numbers = [*range(len(lines)), *range(len(lines))]
@@ -145,17 +144,8 @@ def assert_same_bits(logits: Row, terms: NDArray[np.float32]) -> None:
             assert not got.any(), (logits[got > 0], terms[got > 0])
 
 
-def test_a_row_that_is_left_to_the_law_is_changed_there_too(
-    native: NativeScan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked_for: list[Row] = []
-    decide = sampling.choice
-
-    def counted(row: Row, *args: Any) -> int:
-        asked_for.append(row)
-        return decide(row, *args)
-
-    monkeypatch.setattr(sampling, "choice", counted)
+def test_a_row_left_to_the_law_is_changed_there(native: NativeScan, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_for = spied(monkeypatch, sampling, "choice", lambda row, *_: row)
     for block in blocks([np.array([5, 0, 0], dtype=np.float32), np.zeros(3, dtype=np.float32)]).values():
         requests = asked([SamplingParams(top_p=0.5)] * 30, range(30), 3)
         # Half of two equal ones is a matter of rounding.

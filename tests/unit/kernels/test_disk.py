@@ -18,16 +18,7 @@ import pytest
 
 from specinfer.errors import ModelFileError
 from specinfer.kernels import disk
-from specinfer.kernels.disk import (
-    PAGE,
-    SETTINGS,
-    Bandwidth,
-    DiskRate,
-    StreamSource,
-    aligned,
-    measure,
-    timed_reads,
-)
+from specinfer.kernels.disk import PAGE, Bandwidth, DiskRate, StreamSource, aligned, measure, timed_reads
 from tests.kernels import library_or_skip
 from tests.streaming import Streaming
 
@@ -95,9 +86,7 @@ def test_without_o_direct_pieces_leave_the_page_cache(
     ]
 
 
-def test_a_disk_that_refuses_the_first_direct_read_is_read_otherwise(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_may_refuse_the_first_direct_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads = os.preadv
     asked = 0
 
@@ -170,9 +159,7 @@ def test_a_file_that_changes_is_noticed(file: Path) -> None:
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_a_file_that_ends_early_is_noticed_by_the_read(
-    file: Path, direct: bool, request: pytest.FixtureRequest
-) -> None:
+def test_a_file_that_ends_early_is_noticed(file: Path, direct: bool, request: pytest.FixtureRequest) -> None:
     if not direct:
         request.getfixturevalue("without_direct")
     for within in (0, 100):
@@ -249,7 +236,7 @@ def test_a_real_file_is_measured(file: Path) -> None:
     found = measure(source)
     assert time.monotonic() - began < 2
     assert found.bytes_per_second > 1e5
-    assert (found.readers, found.piece) in SETTINGS
+    assert (found.readers, found.piece) in disk.SETTINGS
     assert found.direct == source.direct
 
 

@@ -11,15 +11,7 @@ import psutil
 import pytest
 
 from specinfer.kernels import machine
-from specinfer.kernels.machine import (
-    allowed_cpus,
-    cache_bytes,
-    cpu_features,
-    cpu_name,
-    cpu_share,
-    release_free_memory,
-    thread_count,
-)
+from specinfer.kernels.machine import cache_bytes, cpu_features, cpu_name, cpu_share, thread_count
 
 
 @pytest.fixture(autouse=True)
@@ -74,9 +66,7 @@ THREADS = [  # cores, quota, threads
 ]
 
 
-def test_as_many_threads_as_physical_cores_may_be_used(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_as_many_threads_as_there_are_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for number, (cores, quota, threads) in enumerate(THREADS):
         set_cores(monkeypatch, tmp_path / f"{number}", cores)
         monkeypatch.setattr(machine, "cgroup_cpus", lambda quota=quota: quota)
@@ -133,13 +123,11 @@ def test_omp_num_threads_bounds_the_threads(monkeypatch: pytest.MonkeyPatch, tmp
         assert thread_count(wanted) == threads, (variable, wanted)
 
 
-def test_processes_that_share_a_machine_have_whole_cores_and_all_of_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_processes_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     set_cores(monkeypatch, tmp_path / "a", HYPERTHREADS)
     assert [cpu_share(number, 2) for number in range(2)] == [{0, 2}, {1, 3}]
     set_cores(monkeypatch, tmp_path / "b", SOCKETS)
-    everything = allowed_cpus()
+    everything = machine.allowed_cpus()
     for count in (1, 2, 3, 4):
         shares = [cpu_share(number, count) for number in range(count)]
         assert frozenset().union(*shares) == everything
@@ -151,7 +139,7 @@ def test_processes_that_share_a_machine_have_whole_cores_and_all_of_them(
 def test_where_affinity_is_unknown_all_cpus_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(machine.os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 3)
-    assert allowed_cpus() == {0, 1, 2}
+    assert machine.allowed_cpus() == {0, 1, 2}
 
 
 X86 = """processor\t: 0
@@ -198,6 +186,6 @@ def test_freed_memory_is_given_back() -> None:
     taken = psutil.Process().memory_info().rss
     for block in blocks[:-1]:  # the last one is above them: the heap does not shrink by itself
         libc.free(block)
-    release_free_memory()
+    machine.release_free_memory()
     assert psutil.Process().memory_info().rss < taken - (32 << 20)
     libc.free(blocks[-1])

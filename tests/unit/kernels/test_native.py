@@ -16,6 +16,7 @@ from specinfer.kernels.build import find_compiler
 from specinfer.kernels.library import Library, find_best, killer, load_library
 from specinfer.kernels.machine import LEVELS, VARIABLE, Level
 from tests.kernels import library_or_skip
+from tests.spies import spied
 
 # A fake library: all functions are empty except those of the fault.
 FAKE: Final = """
@@ -109,9 +110,7 @@ def test_where_every_level_has_a_fault_the_last_is_raised_and_the_others_are_log
     assert line.endswith("ends with SIGSEGV")
 
 
-def test_a_child_that_ends_otherwise_changes_no_level_and_is_not_noted(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, real: Library
-) -> None:
+def test_a_child_that_ends_otherwise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, real: Library) -> None:
     """Its level has other bits than the next one."""
     monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
     ran: list[list[str]] = []
@@ -135,21 +134,13 @@ def test_a_child_that_ends_otherwise_changes_no_level_and_is_not_noted(
     assert not [*tmp_path.rglob("survived-*")]
 
 
-def test_a_library_that_ran_is_not_run_again_unless_it_or_the_machine_is_another(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, real: Library
-) -> None:
-    ran: list[str] = []
-    run = subprocess.run
-
-    def noted(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        ran.append(command[-2])
-        return run(command, **options)
+def test_a_library_is_run_only_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, real: Library) -> None:
+    ran = spied(monkeypatch, subprocess, "run", lambda command, **_: command[-2])
 
     def kill(path: Path) -> None:
         killer.cache_clear()  # as in another process
         assert killer(path, real.level) is None
 
-    monkeypatch.setattr(subprocess, "run", noted)
     monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
     kill(real.path)
     assert len([*tmp_path.rglob("survived-*")]) == 1

@@ -18,7 +18,7 @@ from torch import Tensor
 from specinfer.kernels.file_blocks import BlockForm, empty_blocks, lay_out_blocks
 from specinfer.kernels.layout import GROUP, BlocksWeight, choose_rows, quantize_int4, quantize_int8, rotate
 from specinfer.kernels.parts import SumParts
-from specinfer.kernels.product import NativeProduct, ProductOptions, first_channels
+from specinfer.kernels.product import ProductOptions, first_channels
 from specinfer.kernels.quantized import NativeProducts, Product, Products
 from specinfer.models.gguf_blocks import FILE_BLOCKS
 from tests.gguf_blocks import random_blocks
@@ -38,9 +38,7 @@ EACH_KIND: Final = pytest.mark.parametrize("kind", KINDS)
 
 @pytest.fixture(scope="module")
 def native() -> NativeProducts:
-    products = kernels("native").products
-    assert isinstance(products, NativeProducts)
-    return products
+    return kernels("native").products
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -108,8 +106,6 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(native: NativeProducts, kin
     past = native.but(nontemporal=True)
     for channels, inner in ((40, 768), *(() if kind in FILE_BLOCKS else ((17, 6), (33, 80)))):
         run, other = (product(products, kind, channels, inner) for products in (native, past))
-        assert isinstance(run, NativeProduct)
-        assert isinstance(other, NativeProduct)
         assert (run.args.nontemporal, other.args.nontemporal) == (0, 1)
         x = activations(130, inner, dtype_of(kind))
         whole = run(x)
@@ -184,10 +180,8 @@ def test_levels_of_six_bits_give_the_bits_of_eight(native: NativeProducts) -> No
 
 def test_few_rows_of_a_loose_product_have_the_bits_of_the_twins(native: NativeProducts) -> None:
     """On every CPU, and many rows those of a product that is not loose."""
-    loose_products = NativeProducts(native.library, ProductOptions(loose=True))
-    loose, twin, steady = (
-        product(by, "int4", 49, 576, biased=True) for by in (loose_products, Products(), native)
-    )
+    by_loose = NativeProducts(native.library, ProductOptions(loose=True))
+    loose, twin, steady = (product(by, "int4", 49, 576, biased=True) for by in (by_loose, Products(), native))
     for rows, dtype in product_of((1, 3, 8, 9, 40), DTYPES):
         x = activations(rows, 576, dtype)
         assert torch.equal(loose(x), (twin if rows < 9 else steady)(x)), (rows, dtype)

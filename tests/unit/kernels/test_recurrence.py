@@ -38,9 +38,7 @@ TEXT: Final = 40
 
 @pytest.fixture(scope="module")
 def native() -> NativeOps:
-    ops = kernels("native").ops
-    assert isinstance(ops, NativeOps)
-    return ops
+    return kernels("native").ops
 
 
 Text = tuple[Tensor, Tensor | None]
@@ -98,9 +96,7 @@ def test_a_node_has_the_bits_of_its_path(native: NativeOps) -> None:
     for name, parts in BLOCKS.items():
         text = inputs(parts, TEXT, torch.float32)
         before, nodes = list(range(9)), list(range(20, 29))  # the nodes' inputs are those of rows 20 ..
-        want = [
-            alone(native, parts, text, [*before, *(nodes[n] for n in path(node))])[-1] for node in range(9)
-        ]
+        want = [alone(native, parts, text, [*before, *(nodes[n] for n in path(end))])[-1] for end in range(9)]
         at_once, by_level = States(native, parts), States(native, parts)
         (made,) = at_once.run(Part(text, [*before, *nodes], 0, parents=TREE))
         assert torch.equal(made[9:], torch.stack(want)), name
@@ -206,9 +202,7 @@ def test_pytorchs_blocks_make_the_rows_states_copies_and_rings_of_the_native_one
             )
             found.append([*made, states.memory.states_LSF[1, [0, 1, 3]], states.memory.rings_LRNF[1, 0, :8]])
         for got, want in zip(*found, strict=True):
-            torch.testing.assert_close(
-                got, want, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
-            )
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, msg=lambda t, n=name: f"{n}: {t}")
 
 
 def test_what_does_not_fit_is_refused(native: NativeOps) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from specinfer.speculate.drafts.draws import coupled_children
 from specinfer.verify.coupled import coupled_choice
 from specinfer.verify.scan import NO_TOKEN, NUMPY, SAMPLE_REQUEST, LogitBlock
 from specinfer.verify.target_law import MASS_ERROR, NUMPY_ROW, Law, target_law
+from tests.spies import spied
 from tests.unit.kernels import logit_rows
 from tests.unit.kernels.logit_rows import PARAMS, SIZES, Row, asked, blocks, native_scan, rows
 
@@ -124,9 +124,7 @@ def test_choices_where_top_p_or_min_p_hang_on_a_rounding(native: NativeScan, top
     ids=str,
 )
 @pytest.mark.parametrize("vocab", [2, 15, 16, 70, 1000])
-def test_a_row_without_a_finite_largest_logit_has_no_token_and_costs_no_other(
-    native: NativeScan, values: list[float], vocab: int
-) -> None:
+def test_a_row_without_a_finite_largest_logit(native: NativeScan, values: list[float], vocab: int) -> None:
     wrong = np.full(vocab, -np.inf if values[0] == -np.inf else 0.5, dtype=np.float32)
     good = rows(vocab)["wide"]
     for at in {0, (vocab - len(values)) // 2, vocab - len(values)}:
@@ -145,17 +143,8 @@ def test_a_row_without_a_finite_largest_logit_has_no_token_and_costs_no_other(
                 assert np.isnan(found.masses).tolist() == [False, True, False, True]
 
 
-def test_the_law_is_asked_only_where_rounding_may_decide(
-    native: NativeScan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked_for: list[int] = []
-    decide = sampling.choice
-
-    def counted(*args: Any) -> int:
-        asked_for.append(1)
-        return decide(*args)
-
-    monkeypatch.setattr(sampling, "choice", counted)
+def test_the_law_is_asked_where_rounding_decides(native: NativeScan, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_for = spied(monkeypatch, sampling, "choice", lambda *_: 1)
     block = LogitBlock(np.stack([rows(40_003)["like a model's"]] * 2))
     many = np.zeros(60, dtype=np.int64)
     for name in ("plain", "top_k", "top_p", "min_p", "all", "greedy", "hot top_p"):
@@ -198,9 +187,7 @@ def test_the_likeliest_tokens_and_the_mass_are_the_twins(native: NativeScan) -> 
 @pytest.mark.thorough
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 @pytest.mark.parametrize("vocab", SIZES)
-def test_laws_choices_and_guesses_are_the_twins(
-    native: NativeScan, vocab: int, params: SamplingParams
-) -> None:
+def test_laws_and_choices_are_the_twins(native: NativeScan, vocab: int, params: SamplingParams) -> None:
     kept = DraftVocabulary(np.arange(vocab) * 3 + 1, 3 * vocab + 7)
     for name, row in rows(vocab).items():
         law, twin = target_law(row, params, native), target_law(row, params)

@@ -18,7 +18,7 @@ from specinfer.kernels.library import Library
 from specinfer.kernels.machine import LEVELS, levels_here
 from specinfer.kernels.quantized import NativeProducts
 from tests.kernels import plain_tiles
-from tests.unit.kernels import test_partials, test_parts, test_products
+from tests.unit.kernels import test_parts, test_products
 from tests.unit.kernels.test_products import activations, random
 
 pytestmark = pytest.mark.slow  # a library is compiled
@@ -62,7 +62,7 @@ def test_plain_tiles_have_no_fault(plain: Library) -> None:
 
 
 def test_parts_on_tiles_add_up_to_the_whole(plain: Library) -> None:
-    test_partials.check_sums(plain)
+    test_parts.check_sums(plain)
 
 
 @pytest.mark.parametrize("kind", test_parts.KINDS)
@@ -124,9 +124,7 @@ def same_bits(amx: Library, plain: Library, weight: Tensor, bias: Tensor | None,
 
 
 @EACH_SHAPE
-def test_bfloat16_on_plain_tiles_has_the_bits_of_amx(
-    amx: Library, plain: Library, channels: int, inner: int
-) -> None:
+def test_bfloat16_has_the_bits_of_amx(amx: Library, plain: Library, channels: int, inner: int) -> None:
     weight = random(channels, inner, seed=0, dtype=torch.bfloat16)
     for rows, bias in itertools.product(ROWS, (None, random(channels, seed=2))):
         assert same_bits(amx, plain, weight, bias, activations(rows, inner, torch.bfloat16)), f"{rows} rows"
@@ -134,9 +132,7 @@ def test_bfloat16_on_plain_tiles_has_the_bits_of_amx(
 
 @EACH_SHAPE
 @EACH_DTYPE
-def test_int4_on_plain_tiles_has_the_bits_of_amx(
-    amx: Library, plain: Library, dtype: torch.dtype, channels: int, inner: int
-) -> None:
+def test_int4_as_on_amx(amx: Library, plain: Library, dtype: torch.dtype, channels: int, inner: int) -> None:
     for size in (1e-9, 1e-3, 1.0, 1e5):
         values = random(channels, inner, seed=0) * torch.logspace(-6, 0, channels)[:, None] * size
         weight = quantize_int4(values)

@@ -26,14 +26,10 @@ from tests.heads import VOCAB, block_config, change_head, eagle_config, tiny_bod
 from tests.oracles.dflash2 import PlainHead
 from tests.unit.engine.heads import head_engines
 from tests.unit.engine.heads.head_engines import (
-    HEADS,
     PROMPTS,
     SAMPLED,
-    AnyHead,
     answered,
     engine,
-    is_as_likely,
-    likelihood_gap,
     load,
     logits_made,
     module_logits,
