@@ -59,6 +59,11 @@ def pages(*counts: int) -> list[StreamRecord]:
     ]
 
 
+def scripted(*counts: int) -> tuple[list[StreamRecord], ScriptedSource]:
+    """Return records of these numbers of pages, and their source."""
+    return (records := pages(*counts)), source_of(records)
+
+
 def source_of(records: list[StreamRecord]) -> ScriptedSource:
     return ScriptedSource(random.Random(7).randbytes(records[-1].offset + records[-1].length))
 

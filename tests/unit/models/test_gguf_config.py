@@ -13,17 +13,10 @@ from specinfer.models.gguf_config import GgufHead
 from specinfer.models.positions import LongRope, Rope, YarnScaling
 
 GGUF = {
-    "general.architecture": "llama",
-    "llama.context_length": 512,
-    "llama.embedding_length": 64,
-    "llama.block_count": 3,
-    "llama.feed_forward_length": 96,
-    "llama.attention.head_count": 4,
-    "llama.attention.head_count_kv": 2,
-    "llama.attention.layer_norm_rms_epsilon": 1e-5,
-    "tokenizer.ggml.bos_token_id": 1,
-    "tokenizer.ggml.eos_token_id": 2,
-    "tokenizer.ggml.eot_token_id": 9,
+    **{"general.architecture": "llama", "llama.context_length": 512, "llama.embedding_length": 64},
+    **{"llama.block_count": 3, "llama.feed_forward_length": 96, "llama.attention.head_count": 4},
+    **{"llama.attention.head_count_kv": 2, "llama.attention.layer_norm_rms_epsilon": 1e-5},
+    **{"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 9},
 }
 SHAPES = {"token_embd.weight": (100, 64)}
 

@@ -12,13 +12,8 @@ from specinfer.models.families.registry import config_from_hf, read_config
 from specinfer.models.positions import DynamicScaling, Llama3Scaling, LongRope, Rope, YarnScaling, rope_to_hf
 
 LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 100,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    **{"model_type": "llama", "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96},
+    **{"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2},
     "max_position_embeddings": 512,
 }
 QWEN2 = {**LLAMA, "model_type": "qwen2"}
@@ -31,23 +26,15 @@ GEMMA_4B = {
     "model_type": "gemma3",
     "eos_token_id": [1, 106],
     "text_config": {
-        "hidden_size": 2560,
-        "intermediate_size": 10240,
-        "model_type": "gemma3_text",
-        "num_hidden_layers": 34,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        **{"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text"},
+        **{"num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
         "sliding_window": 1024,
     },
     "vision_config": {"hidden_size": 1152},
 }
 OPT = {
-    "model_type": "opt",
-    "vocab_size": 50272,
-    "hidden_size": 1024,
-    "ffn_dim": 4096,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "max_position_embeddings": 2048,
+    **{"model_type": "opt", "vocab_size": 50272, "hidden_size": 1024, "ffn_dim": 4096},
+    **{"num_hidden_layers": 24, "num_attention_heads": 16, "max_position_embeddings": 2048},
 }
 
 

@@ -91,9 +91,7 @@ def test_code_may_compute_in_float32(kind: str, quantization: Quantization, tmp_
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_matrices_are_quantized_once_and_read_from_then_on(
-    kind: str, quantization: Quantization, tmp_path: Path
-) -> None:
+def test_matrices_are_quantized_only_once(kind: str, quantization: Quantization, tmp_path: Path) -> None:
     save_tiny(kind, tmp_path / "model")
     opened, cache = open_model(tmp_path / "model", "transformers"), tmp_path / "cache"
 
@@ -113,9 +111,7 @@ def test_matrices_are_quantized_once_and_read_from_then_on(
     assert float((first - logits_of(exact)).abs().mean()) < (0.8 if quantization == "int4" else 0.1) * spread
 
 
-def test_a_key_that_our_family_does_not_compute_runs_through_transformers(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_key_that_we_lack_runs_hosted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cases = (
         ("cohere", "use_qk_norm", True),
         ("olmoe", "clip_qkv", 0.5),
@@ -256,9 +252,7 @@ def test_options_that_such_a_model_has_no_use_for_are_refused(tmp_path: Path) ->
             load_models(EngineConfig(model=model).with_options({name: value}))
 
 
-def test_without_transformers_one_is_told_how_to_install_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_transformers_its_name_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny("gpt2", tmp_path)
     transformers.cache_clear()
     monkeypatch.setitem(sys.modules, "transformers", None)

@@ -54,9 +54,7 @@ def test_the_refusal_shows_the_sum() -> None:
 
 
 @given(sizes, parts, buffer_counts, st.integers(0, 2000))
-def test_what_is_resident_and_what_streams_is_all(
-    layers: list[int], fixed: dict[str, int], buffers: int, more: int
-) -> None:
+def test_parts_are_the_whole(layers: list[int], fixed: dict[str, int], buffers: int, more: int) -> None:
     memory = least(fixed, layers, buffers) + more
     placement = Placement.within(memory, fixed, layers, buffers=buffers)
     assert sorted((*placement.pinned, *placement.streamed)) == list(range(len(layers)))

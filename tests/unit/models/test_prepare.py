@@ -31,6 +31,7 @@ from tests.kernels import kernels
 from tests.loading import load
 from tests.parity.families import save_random
 from tests.shown import Shown
+from tests.spies import spied
 from tests.tiny_models import write_tiny_llama
 
 KINDS: list[Quantization] = ["none", "int8", "int4"]
@@ -71,14 +72,7 @@ def test_a_prepared_model_computes_the_same_bits(
     save_random(family, folder, tied=family == "gemma3")
     want = logits(folder, quantization, "elsewhere")
     prepared(folder, quantization)
-    read: list[str] = []
-    rows = SafetensorsFolder.read_rows
-
-    def watched(self: SafetensorsFolder, name: str, start: int, stop: int) -> Tensor:
-        read.append(name)
-        return rows(self, name, start, stop)
-
-    monkeypatch.setattr(SafetensorsFolder, "read_rows", watched)
+    read = spied(monkeypatch, SafetensorsFolder, "read_rows", lambda _, name, *__: name)
     assert torch.equal(logits(folder, quantization), want)
     shapes = open_model(folder).shapes
     assert [name for name in read if len(shapes[name]) > 1] == []

@@ -13,15 +13,8 @@ import torch
 from safetensors import safe_open
 
 from specinfer.errors import DamagedFileError
-from specinfer.kernels.layout import (
-    FloatTable,
-    FloatWeight,
-    Weight,
-    empty_floats,
-    lay_out_floats,
-    quantize_int4,
-    quantize_int8,
-)
+from specinfer.kernels import layout
+from specinfer.kernels.layout import FloatTable, Weight, lay_out_floats, quantize_int4, quantize_int8
 from specinfer.models.prepared import NewPreparedFile, PreparedFile, identity, prepare_once, prepared_path
 from tests.tiny_models import write_tiny_llama
 
@@ -35,8 +28,8 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def floats() -> FloatWeight:
-    weight = empty_floats(20, 40, torch.bfloat16)
+def floats() -> layout.FloatWeight:
+    weight = layout.empty_floats(20, 40, torch.bfloat16)
     lay_out_floats(random(20, 40).bfloat16(), weight)
     return weight
 
@@ -167,12 +160,8 @@ def flipped(data: bytes, position: int) -> bytes:
 def test_a_file_that_is_not_whole_or_of_another_kind_is_not_opened(path: Path) -> None:
     data = path.read_bytes()
     for what, damaged in {
-        "nothing left": b"",
-        "shorter than its header": data[:1000],
-        "without tensors": data[:START],
-        "one byte short": data[:-1],
-        "one byte long": data + b"\0",
-        "another format": b"GGUF" + data[4:],
+        **{"nothing left": b"", "shorter than its header": data[:1000], "without tensors": data[:START]},
+        **{"one byte short": data[:-1], "one byte long": data + b"\0", "another format": b"GGUF" + data[4:]},
         "another version": data.replace(b"a test", b"a rest", 1),
         "no checksum": data.replace(b'"header"', b'"hadder"', 1),
     }.items():

@@ -16,13 +16,8 @@ from specinfer.models.sources import GATE_UP, QKV, Names, Source, Sources
 # Four query heads and two key-value heads of four elements.
 CONFIG = config_from_hf(
     {
-        "model_type": "llama",
-        "vocab_size": 10,
-        "hidden_size": 16,
-        "intermediate_size": 6,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        **{"model_type": "llama", "vocab_size": 10, "hidden_size": 16, "intermediate_size": 6},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
     }
 )
 FUSED = {"attn.qkv": QKV, "attn.out": "self_attn.o_proj", "ffn.gate_up": GATE_UP}

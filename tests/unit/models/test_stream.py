@@ -20,7 +20,8 @@ from specinfer.errors import ClosedError, DamagedFileError, IntegrityError, Mode
 from specinfer.kernels.disk import PAGE, StreamSource
 from specinfer.models import stream as module
 from specinfer.models.stream import LayerStream, StreamRecord
-from tests.streams import ScriptedSource, bytes_of, disk, pages, pass_over, readers, source_of, taken, until
+from tests import streams
+from tests.streams import ScriptedSource, bytes_of, disk, pages, readers, scripted, source_of, taken, until
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +35,7 @@ def test_every_pass_finds_every_record_in_order() -> None:
         *(((2, 2, 2, 2, 2), 2, 1, 1), ((2, 2, 2, 2, 2), 3, 4, 1), ((1, 7, 2, 5), 2, 3, 2)),
         *(((3, 4), 3, 2, 16), ((5,), 2, 2, 1), ((2, 3, 4), 1, 2, 1)),
     ):
-        records = pages(*counts)
-        source = source_of(records)
+        records, source = scripted(*counts)
         with LayerStream(source, records, buffers=buffers, disk=disk(threads, piece * PAGE)) as stream:
             assert len(readers()) == threads
             for _ in range(3):
@@ -49,8 +49,7 @@ def test_every_pass_finds_every_record_in_order() -> None:
 
 
 def test_the_buffer_that_is_held_is_not_written_to() -> None:
-    records = pages(4, 4, 4, 4)
-    source = source_of(records)
+    records, source = scripted(4, 4, 4, 4)
     with LayerStream(source, records, buffers=2, disk=disk(4)) as stream:
         buffer = stream.take(0)
         until(lambda: stream.read_bytes == 2 * 4 * PAGE)
@@ -63,8 +62,7 @@ def test_the_buffer_that_is_held_is_not_written_to() -> None:
 
 
 def test_a_pass_that_was_cut_short_reads_nothing_of_what_it_left_out() -> None:
-    records = pages(1, 1, 1, 1, 1, 1)
-    source = source_of(records)
+    records, source = scripted(1, 1, 1, 1, 1, 1)
     with LayerStream(source, records, buffers=2, disk=disk(1)) as stream:
         with stream.passing():
             stream.take(0)
@@ -79,8 +77,7 @@ def test_a_pass_that_was_cut_short_reads_nothing_of_what_it_left_out() -> None:
 
 @pytest.mark.parametrize("buffers", [2, 3])
 def test_a_record_given_up_in_mid_read_does_not_overwrite_the_next_one(buffers: int) -> None:
-    records = pages(3, 3, 3, 3, 3)
-    source = source_of(records)
+    records, source = scripted(3, 3, 3, 3, 3)
     source.delay = 0.0005
     chance = random.Random(buffers)
     with LayerStream(source, records, buffers=buffers, disk=disk(3)) as stream:
@@ -91,8 +88,7 @@ def test_a_record_given_up_in_mid_read_does_not_overwrite_the_next_one(buffers: 
 
 
 def test_a_fault_is_raised_once_by_a_take_that_waits_and_one_of_reading_ahead_is_repaired() -> None:
-    records = pages(1, 1, 1, 1)
-    source = source_of(records)
+    records, source = scripted(1, 1, 1, 1)
     source.open.clear()
     source.faults.append(fault := OSError(5, "Input/output error"))
     with LayerStream(source, records, buffers=2, disk=disk(1)) as stream:
@@ -110,8 +106,7 @@ def test_a_fault_is_raised_once_by_a_take_that_waits_and_one_of_reading_ahead_is
 
 
 def test_a_permanent_fault_is_raised_by_every_take_and_readers_do_not_spin() -> None:
-    records = pages(2, 2, 2)
-    source = source_of(records)
+    records, source = scripted(2, 2, 2)
     source.changed = ModelFileError("weights.safetensors was replaced while it was read")
     with LayerStream(source, records, buffers=2, disk=disk()) as stream:
         for _ in range(2):
@@ -150,8 +145,7 @@ def test_a_damaged_record_is_named_and_read_again() -> None:
 
 
 def test_two_threads_pass_in_turn() -> None:
-    records = pages(2, 1, 3)
-    source = source_of(records)
+    records, source = scripted(2, 1, 3)
     wrong: list[int] = []
     with LayerStream(source, records, buffers=2, disk=disk()) as stream:
 
@@ -173,9 +167,7 @@ def test_two_threads_pass_in_turn() -> None:
         assert stream.read_bytes <= 60 * 6 * PAGE + 6 * PAGE
 
 
-def test_a_wait_is_counted_and_told_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_wait_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(module, "_WARN_AFTER", 0.02)
     records = [StreamRecord(n << 20, 1 << 20, None, f"model.layers.{n + 7}") for n in range(2)]
     source = source_of(records)
@@ -199,8 +191,7 @@ def test_a_wait_is_counted_and_told_once(
 @pytest.mark.parametrize("buffers", [1, 2, 3])
 def test_records_that_lie_elsewhere_are_not_read(buffers: int) -> None:
     for pinned in ([1, 3], [0], [0, 1, 2, 3, 4]):
-        records = pages(1, 2, 1, 3, 1)
-        source = source_of(records)
+        records, source = scripted(1, 2, 1, 3, 1)
         with LayerStream(source, records, buffers=buffers, disk=disk()) as stream:
             with stream.passing():
                 stream.take(1)  # a cycle has begun
@@ -215,8 +206,7 @@ def test_records_that_lie_elsewhere_are_not_read(buffers: int) -> None:
 
 
 def test_close_ends_a_take_and_later_takes() -> None:
-    records = pages(2, 2)
-    source = source_of(records)
+    records, source = scripted(2, 2)
     source.open.clear()
     stream = LayerStream(source, records, buffers=2, disk=disk(1))
     threading.Timer(0.02, stream.close).start()
@@ -228,12 +218,9 @@ def test_close_ends_a_take_and_later_takes() -> None:
     stream.close()
 
 
-def test_readers_that_are_stuck_are_left_behind_with_a_word(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_readers_may_be_stuck(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(module, "_CLOSING", 0.02)
-    records = pages(1, 1)
-    source = source_of(records)
+    records, source = scripted(1, 1)
     source.open.clear()
     stream = LayerStream(source, records, buffers=2, disk=disk(2))
     source.stalled.wait()
@@ -244,8 +231,7 @@ def test_readers_that_are_stuck_are_left_behind_with_a_word(
 
 
 def test_an_interrupt_ends_a_wait_at_once_and_the_next_pass_is_right() -> None:
-    records = pages(1, 1, 1)
-    source = source_of(records)
+    records, source = scripted(1, 1, 1)
     with LayerStream(source, records, buffers=2, disk=disk()) as stream:
         stream.take(0)
         stream.take(1)
@@ -264,8 +250,7 @@ def test_an_interrupt_ends_a_wait_at_once_and_the_next_pass_is_right() -> None:
 
 
 def test_a_child_by_fork_is_refused_and_ends_cleanly() -> None:
-    records = pages(1, 1)
-    source = source_of(records)
+    records, source = scripted(1, 1)
     with LayerStream(source, records, buffers=2, disk=disk()) as stream:
         stream.take(0)
         with stream._readers._news:  # as any thread may hold it when a process forks
@@ -306,7 +291,7 @@ def test_a_real_file_streams_until_it_is_cut(tmp_path: Path, folder: str | None)
             os.truncate(path, 50 * PAGE)
             ending = pytest.raises(ModelFileError, match=r"(ended at byte|bytes) .*while it was read; load")
             with ending, stream.passing():
-                pass_over(stream, records)
+                streams.pass_over(stream, records)
     finally:
         path.unlink()
 

@@ -33,10 +33,7 @@ from tests.unit.runtime.test_row_independence import differing_chunks, differing
 EVERY = pytest.mark.parametrize("name", SWITCHED)
 Format = tuple[Quantization, torch.dtype]
 FORMATS: list[Format] = [
-    ("none", torch.bfloat16),
-    ("int8", torch.bfloat16),
-    ("int4", torch.bfloat16),
-    ("int8", torch.float32),
+    *(("none", torch.bfloat16), ("int8", torch.bfloat16), ("int4", torch.bfloat16), ("int8", torch.float32)),
     ("none", torch.float32),
 ]
 EVERY_FORMAT = pytest.mark.parametrize("weights", FORMATS, ids=lambda weights: "-".join(map(str, weights)))
@@ -66,7 +63,6 @@ class Hidden:
 
 
 def op_by_op(chosen: Kernels) -> Kernels:
-    assert chosen.library is not None
     return replace(chosen, attention=OpByOp(chosen.library))
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import threading
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -184,15 +185,12 @@ def test_the_first_logits_are_no_copy_of_the_output_layer():
 
 
 def test_no_thread_outlives_a_load(tmp_path, monkeypatch):
-    def fail(*_):
-        raise ModelFileError("the disk is gone")
-
     before = set(threading.enumerate())
     folder = write_tiny_llama(tmp_path / "m", vocab_size=20_000)
     for quantization in ("none", "int8"):
         load_quantized(folder, tmp_path / "cache", quantization)
         assert set(threading.enumerate()) <= before, quantization
-    monkeypatch.setattr(SafetensorsFolder, "read_rows", fail)
+    monkeypatch.setattr(SafetensorsFolder, "read_rows", Mock(side_effect=ModelFileError("the disk is gone")))
     with pytest.raises(ModelFileError, match="the disk is gone"):
         load(folder)
     assert set(threading.enumerate()) <= before
