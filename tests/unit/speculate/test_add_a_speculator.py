@@ -44,9 +44,7 @@ def test_it_keeps_the_budget_counts_what_is_committed_and_forgets() -> None:
 
 
 @pytest.mark.parametrize("verifier", list(Verifier))
-def test_in_an_engine_it_is_believed_sometimes_and_the_text_is_the_targets(
-    tiny: Tiny, verifier: Verifier
-) -> None:
+def test_in_an_engine_it_is_believed_sometimes(tiny: Tiny, verifier: Verifier) -> None:
     output = answer(tiny, page()["FrequentTokens"](), verifier)
     assert list(output.token_ids) == expected(tiny)
     assert 0 < output.figures.accepted_tokens < output.figures.drafted_tokens

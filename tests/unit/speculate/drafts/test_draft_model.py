@@ -163,9 +163,7 @@ def test_a_prompt_is_read_in_step_with_the_target(tiny: Tiny, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("max_rows", "steps"), [(1, 12), (5, 3), (11, 2), (12, 1)])
-def test_a_long_text_is_read_over_several_steps(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, max_rows: int, steps: int
-) -> None:
+def test_a_long_text_in_steps(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, max_rows: int, steps: int) -> None:
     model = draft(tiny, 2, 2, max_rows=max_rows)
     passes = passes_of(model._runner, monkeypatch)
     trees = [guesses(model, entry(TEXT)) for _ in range(steps)]
@@ -201,9 +199,7 @@ def read(tiny: Tiny, model: DraftModel, monkeypatch: pytest.MonkeyPatch, step: P
     return passes[0][0]
 
 
-def test_a_new_request_starts_behind_the_blocks_whose_text_the_draft_has(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_starts_behind_known_blocks(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     model = draft(tiny, 2, 2)
     for text in (TEXT[:9], TEXT[:10]):  # blocks count once the text has gone past them
         guesses(model, entry(text, block_hashes=(A, B)))
@@ -221,9 +217,7 @@ def test_a_new_request_starts_behind_the_blocks_whose_text_the_draft_has(
         ), name
 
 
-def test_a_block_that_got_another_text_is_not_taken_for_the_old_one(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_that_got_another_text_is_new(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     model = draft(tiny, 2, 2)
     for text in (TEXT[:9], TEXT[:10]):
         guesses(model, entry(text, block_hashes=(A, B)))

@@ -116,9 +116,7 @@ def test_draws_do_not_depend_on_what_a_neighbour_wants() -> None:
 @pytest.mark.parametrize("processed", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("rule", list(DrawRule))
-def test_a_pruned_row_draws_what_a_row_without_the_other_tokens_draws(
-    rule: DrawRule, temperature: float, processed: bool
-) -> None:
+def test_a_pruned_row_draws_as_a_shorter_one(rule: DrawRule, temperature: float, processed: bool) -> None:
     rng = np.random.default_rng(7)
     vocabulary = DraftVocabulary(np.sort(rng.choice(500, 80, replace=False)), 500)
 

@@ -105,9 +105,7 @@ def test_only_what_the_cache_lacks_is_read_again(folder: Path, monkeypatch: pyte
     assert read(model, monkeypatch, entry([*TEXT, *committed])) == [[first.token_ids[3], 17]]
 
 
-def test_an_end_that_is_spelled_otherwise_is_read_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_end_spelled_otherwise_is_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = draft(folder, 1)
     guesses(model, entry([*TEXT[:8], 1]))
     model.observe([outcome(0)])  # 1 and 0 are one token to the draft

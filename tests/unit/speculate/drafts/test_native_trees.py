@@ -98,7 +98,6 @@ def both(
     logits_TU = 3 * head.logits(read_TD)
     if no_number is not None:
         logits_TU[no_number, 5] = torch.nan
-    assert head.kernels.library is not None
     native = NativeTrees("head", head, vocabulary, head.kernels.library)
     grown = []
     for trees in (native, PlainTrees("head", head, vocabulary)):
@@ -167,7 +166,6 @@ def test_levels_that_are_no_numbers_end_a_tree(head: Loaded, row: int) -> None:
 
 def test_rows_that_are_not_there_are_refused(head: Loaded) -> None:
     model, vocabulary = head
-    assert model.kernels.library is not None
     native = NativeTrees("head", model, vocabulary, model.kernels.library)
     asked = guessed({"temperature": 0}, 1, 4)
     with pytest.raises(IndexError, match="4 rows of logits"):
@@ -192,9 +190,7 @@ def chain(nodes: int, name: str = "head") -> TokenTree:
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("learned", [True, False])
 @pytest.mark.parametrize("params", [{"top_p": 0.9, "temperature": 1.0}, {"temperature": 0}])
-def test_what_is_drawn_by_levels_has_a_shape(
-    head: Loaded, params: dict[str, Any], native: bool, learned: bool
-) -> None:
+def test_levels_have_a_shape(head: Loaded, params: dict[str, Any], native: bool, learned: bool) -> None:
     model, vocabulary = head
     shape = Shape(Expansion((1, 2, 1)), DrawRule.COUPLED, learned=learned)
     entry = plans.entry([3, 7], params=SamplingParams(seed=1, **params))

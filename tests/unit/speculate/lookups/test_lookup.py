@@ -99,9 +99,7 @@ def test_of_a_request_it_was_never_asked_about_nothing_is_learnt() -> None:
 
 
 @pytest.mark.parametrize("verifier", list(Verifier))
-def test_in_an_engine_an_answer_asked_for_again_takes_the_fewest_steps(
-    tiny: Tiny, verifier: Verifier
-) -> None:
+def test_in_an_engine_a_second_answer_takes_the_fewest_steps(tiny: Tiny, verifier: Verifier) -> None:
     speculator = lookup(min_probability=0.05)
     first, again = (
         answer_in_engine(tiny, speculator, verifier, request_id=request_id)

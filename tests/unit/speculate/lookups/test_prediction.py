@@ -10,16 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specinfer.plan import PlanEntry
-from specinfer.speculate.lookups.prediction import (
-    BRANCHES,
-    MAX_DELETED,
-    SIDE_DEPTH,
-    UNCERTAIN_LIMIT,
-    Alignment,
-    PredictionIndex,
-    PredictionSpeculator,
-    relevant_tokens,
-)
+from specinfer.speculate.lookups import prediction as predictions
+from specinfer.speculate.lookups.prediction import Alignment, PredictionSpeculator, relevant_tokens
 from specinfer.tree import TokenTree
 from specinfer.tree.draw import Verifier
 from tests import plans
@@ -123,20 +115,16 @@ def test_an_edited_file_takes_few_steps() -> None:
     st.lists(st.integers(0, 3), max_size=30),
     *(st.integers(1, 9), st.integers(1, 12), st.integers(0, 9)),
 )
-def test_trees_keep_the_limits(
-    prediction: list[int], output: list[int], depth: int, nodes: int, room: int
-) -> None:
+def test_limits_of_trees(prediction: list[int], output: list[int], depth: int, nodes: int, room: int) -> None:
     speculator = PredictionSpeculator(depth=depth)
     [tree] = speculator.propose(plan(entry(prediction, output, max_nodes=nodes, max_depth=room)))
     tree.check_integrity()
-    assert tree.num_nodes <= min(nodes, 1 + depth + (BRANCHES - 1) * SIDE_DEPTH)
+    assert tree.num_nodes <= min(nodes, 1 + depth + (predictions.BRANCHES - 1) * predictions.SIDE_DEPTH)
     assert max(tree.depths()) <= min(depth, room)
 
 
 @pytest.mark.parametrize("verifier", list(Verifier))
-def test_in_an_engine_a_prediction_with_errors_saves_steps_and_the_text_is_the_targets(
-    tiny: Tiny, verifier: Verifier
-) -> None:
+def test_in_an_engine_a_prediction_with_errors_saves_steps(tiny: Tiny, verifier: Verifier) -> None:
     right = expected(tiny)
     wrong = (*right[:5], 15, 15, *right[8:14], *right[20:])
     speculator = PredictionSpeculator(depth=3)
@@ -229,9 +217,9 @@ def test_one_edit_is_always_found_back_from(prediction: list[int], data: st.Data
 
 def test_an_answer_that_stays_away_gets_one_short_guess_until_it_comes_back() -> None:
     prediction = "abcdefghijklmnopqrstuvwxyz"
-    near, far = "abcd" + "#" * UNCERTAIN_LIMIT, "abcd" + "#" * (UNCERTAIN_LIMIT + 1)
+    near, far = "abcd" + "#" * predictions.UNCERTAIN_LIMIT, "abcd" + "#" * (predictions.UNCERTAIN_LIMIT + 1)
     assert [len(guess) for guess in after(prediction, near)] == [6]
-    assert [len(guess) for guess in after(prediction, far)] == [SIDE_DEPTH]
+    assert [len(guess) for guess in after(prediction, far)] == [predictions.SIDE_DEPTH]
     assert after(prediction, far + "m") == ["nopq"]
     assert after(prediction, far + "mnop") == ["qrstuv"]
 
@@ -240,10 +228,8 @@ IDS = st.lists(st.sampled_from([0, 1, 2, (1 << 21) - 1]), max_size=30)
 
 
 @given(IDS, IDS, st.integers(0, 31), st.integers(1, 4))
-def test_the_places_near_another_are_those_of_a_plain_search(
-    prediction: list[int], said: list[int], place: int, most: int
-) -> None:
-    index = PredictionIndex(prediction)
+def test_places_near_another(prediction: list[int], said: list[int], place: int, most: int) -> None:
+    index = predictions.PredictionIndex(prediction)
     for n in (3, 1):
         if n > len(said):
             continue
@@ -261,7 +247,7 @@ def test_a_text_is_encoded_as_far_as_it_can_matter() -> None:
         return list(text.encode())
 
     assert relevant_tokens("abc", 8, encode) == (97, 98, 99)
-    assert relevant_tokens("a" * (2 << 20), 8, encode) == (97,) * (8 + MAX_DELETED)
-    assert encoded == [3, 16 * (8 + MAX_DELETED)]
-    assert relevant_tokens(tuple(range(5000)), 8, encode) == tuple(range(8 + MAX_DELETED))
+    assert relevant_tokens("a" * (2 << 20), 8, encode) == (97,) * (8 + predictions.MAX_DELETED)
+    assert encoded == [3, 16 * (8 + predictions.MAX_DELETED)]
+    assert relevant_tokens(tuple(range(5000)), 8, encode) == tuple(range(8 + predictions.MAX_DELETED))
     assert relevant_tokens((1, 2), -5, encode) == (1, 2)  # a prompt that leaves no room is refused elsewhere

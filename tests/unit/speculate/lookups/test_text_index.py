@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specinfer.kernels.library import Library
+from specinfer.speculate.lookups.answer_store import AnswerStore
 from specinfer.speculate.lookups.text_index import TextIndex
 
 
@@ -111,3 +112,29 @@ def test_the_bytes_it_says_are_those_it_takes_at_most(library: Library, texts: i
     kept.clear()
     gc.collect()
     assert (malloced() or 0) - before < 0.1 * counted, "indexes that nobody holds give their memory back"
+
+
+# Answers that are kept.
+
+
+ADDED = st.lists(st.tuples(st.sampled_from(["x", "y", None]), st.integers(0, 90)), max_size=30)
+
+
+@given(ADDED, st.integers(0, 20_000))
+def test_the_newest_are_held(library: Library, added: list[tuple[str | None, int]], memory: int) -> None:
+    store = AnswerStore(memory, library)
+    kept: list[tuple[str | None, int]] = []  # key and size of stored texts
+    for key, size in added:
+        text = array("i", range(size))
+        store.add(key, text)
+        alone = AnswerStore(memory, library)
+        alone.add(key, text)
+        if (index := alone.of(key)) is not None:
+            kept.append((key, index.num_tokens))
+        held = {k: index for k in ("x", "y", None) if (index := store.of(k)) is not None}
+        assert store._num_bytes == sum(map(store._bytes_of, held)) <= memory
+        newest = kept[len(kept) - sum(index.num_texts for index in held.values()) :]
+        assert newest[-1:] == kept[-1:], "the newest is there"
+        for owner, index in held.items():
+            sizes = [size for k, size in newest if k == owner]
+            assert (index.num_texts, index.num_tokens) == (len(sizes), sum(sizes))

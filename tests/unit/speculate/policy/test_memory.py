@@ -13,13 +13,7 @@ from specinfer.runtime.cost_curve import CostCurve
 from specinfer.speculate.policy import memory as policy_memory
 from specinfer.speculate.policy.acceptance import AcceptanceRates, LevelRate
 from specinfer.speculate.policy.guard import Guard
-from specinfer.speculate.policy.memory import (
-    PolicyMemory,
-    learned_values,
-    read_policy,
-    stored_policies,
-    write_policy,
-)
+from specinfer.speculate.policy.memory import PolicyMemory, read_policy, stored_policies, write_policy
 from specinfer.tree import TokenTree, TreeBuilder
 from tests.unit.speculate.policy.priced import unlearning
 
@@ -90,9 +84,7 @@ def recalled(folder: Path, key: dict[str, Any] = KEY) -> Learned:
     return learned
 
 
-def test_the_next_process_knows_what_this_one_has_learnt(
-    folder: Path, kept: Learned, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_next_process_knows_it(folder: Path, kept: Learned, caplog: pytest.LogCaptureFixture) -> None:
     assert facts(recalled(folder)) == facts(kept)
     (_, draft, lookup), _, _, multiples = facts(kept)
     assert draft < 0.2 < 0.7 < lookup
@@ -176,7 +168,7 @@ def test_of_two_that_write_one_is_there_whole(folder: Path, kept: Learned) -> No
     second.recall()
     teach(later, 2 * LEAST)
     second.keep()
-    assert read_policy(the_file(folder)).learned == learned_values(*later)
+    assert read_policy(the_file(folder)).learned == policy_memory.learned_values(*later)
     assert facts(recalled(folder)) == facts(later)
 
 

@@ -52,9 +52,7 @@ def speed(hits: float, levels: list[int]) -> float:
         (0.2, 0.9, 0.94, 0.96),
     ],
 )
-def test_it_is_as_fast_as_the_best_fixed_depth(
-    hits: float, sure: float, at_first: float, soon: float
-) -> None:
+def test_it_is_as_fast_as_any_fixed_depth(hits: float, sure: float, at_first: float, soon: float) -> None:
     best = max(speed(hits, [levels]) for levels in range(MAX_DEPTH_STREAMED + 1))
     cold, known = list[int](), list[int]()  # levels of all steps, and of those behind 16 tokens
     for seed in range(ANSWERS):
