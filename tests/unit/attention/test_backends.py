@@ -43,11 +43,7 @@ BATCHES = {
 }
 # Nothing, and caps, ALiBi and sinks, each alone and all together.
 OTHERWISE: list[dict[str, Any]] = [
-    {},
-    {"softcap": 2.0},
-    {"alibi": True},
-    {"alibi": True, "rounded": True},
-    {"sinks": True},
+    *({}, {"softcap": 2.0}, {"alibi": True}, {"alibi": True, "rounded": True}, {"sinks": True}),
     {"softcap": 2.0, "alibi": True, "sinks": True},
 ]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -162,11 +158,8 @@ def test_a_slot_that_is_not_there_is_refused_by_pytorch() -> None:
 
 
 GOOD: dict[str, list[Any]] = {
-    "tables_B": [2, 0, 1],
-    "requests_R4": [[0, 2, 0, 2], [2, 5, 1, 20]],
-    "shared_T": [1, 2, 18, 18, 18],
-    "tail_ends": [0, 0, 0, 0, 1, 3],
-    "tails": [18, 18, 19],
+    **{"tables_B": [2, 0, 1], "requests_R4": [[0, 2, 0, 2], [2, 5, 1, 20]], "shared_T": [1, 2, 18, 18, 18]},
+    **{"tail_ends": [0, 0, 0, 0, 1, 3], "tails": [18, 18, 19]},
 }
 
 
@@ -214,9 +207,7 @@ def test_paths_that_lead_nowhere_are_refused_before_they_are_followed() -> None:
         replace(good, numbers=array("q", good.numbers)),
         replace(good, num_tails=len(good.numbers)),
     ):
-        with pytest.raises(
-            ValueError, match="paths must be an array of int32, with as many numbers as they say"
-        ):
+        with pytest.raises(ValueError, match="paths must be an array of int32, with as many numbers"):
             cache.bind(wrong)
     for fault, changes in WRONG.items():
         for name, wrong in changes:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specinfer.attention.backend import AttentionBackend
+from specinfer.attention.backend import AttentionBackend, Paths
 from specinfer.runtime.batch import Rows
 from tests.kernels import kernels
 from tests.unit.attention.paths import Layer, paths_of, scattered
@@ -30,14 +30,10 @@ STARTS = [0, 1, 13, 57, 60, 63, 64, 121, 127, 190, 250]
 
 @pytest.fixture(
     params=[
-        ("native", torch.bfloat16, USUAL),
-        ("native", torch.float32, USUAL),
-        ("torch", torch.bfloat16, USUAL),
-        ("native", torch.bfloat16, OTHERWISE),
-        ("torch", torch.float32, OTHERWISE),
-        ("native", torch.bfloat16, INT8),
-        ("native", torch.float32, INT8 | OTHERWISE),
-        ("torch", torch.bfloat16, INT8),
+        *(("native", torch.bfloat16, USUAL), ("native", torch.float32, USUAL)),
+        *(("torch", torch.bfloat16, USUAL), ("native", torch.bfloat16, OTHERWISE)),
+        *(("torch", torch.float32, OTHERWISE), ("native", torch.bfloat16, INT8)),
+        *(("native", torch.float32, INT8 | OTHERWISE), ("torch", torch.bfloat16, INT8)),
     ],
     ids=lambda given: "-".join([given[0], str(given[1]).removeprefix("torch."), *given[2]]),
 )
@@ -60,6 +56,12 @@ def attended(layer: Layer, backend: AttentionBackend, *rows: Rows) -> Tensor:
     return layer.run(backend, paths_of(*rows))[0]
 
 
+def behind(layer: Layer, backend: AttentionBackend, k: Tensor, v: Tensor, paths: Paths) -> Tensor:
+    """The attention of rows over caches that earlier rows have filled."""
+    qkv, rotation = layer.inputs(paths)
+    return backend.over([k], [v], layer.scales).bind(paths)(layer.heads, qkv, rotation).view(len(qkv), 6, 64)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 2, 7, 16, 17, 100])
@@ -70,10 +72,7 @@ def test_a_prompt_in_one_chunk_and_in_several(backend, layer, step, window):
     _, k, v = layer.run(backend, paths_of(Rows([1] * 300, 0, TABLE, 0)))
     for first in range(0, 300, step):
         paths = paths_of(Rows([1] * min(step, 300 - first), first, TABLE, 0))
-        qkv, rotation = layer.inputs(paths)
-        chunk = (
-            backend.over([k], [v], layer.scales).bind(paths)(layer.heads, qkv, rotation).view(len(qkv), 6, 64)
-        )
+        chunk = behind(layer, backend, k, v, paths)
         count = min(step, 300 - first)
         assert torch.equal(chunk[:count], whole[first : first + count]), first
 
@@ -85,10 +84,7 @@ def test_a_tree_level_by_level_and_at_once(backend, layer, start):
     k, v = layer.caches()
     for first, last in ((0, 1), (1, 2), (2, 3), (3, 6), (6, 9), (9, 12)):
         paths = paths_of(Rows([1] * (last - first), start + first, TABLE, 0, PARENTS[:last]))
-        qkv, rotation = layer.inputs(paths)
-        level = (
-            backend.over([k], [v], layer.scales).bind(paths)(layer.heads, qkv, rotation).view(len(qkv), 6, 64)
-        )
+        level = behind(layer, backend, k, v, paths)
         assert torch.equal(level[: last - first], at_once[first:last])
 
 

@@ -27,12 +27,10 @@ class Layer:
 
     def _product(self, name: str, x: Array) -> Array:
         weight, bias = self._w(f"{name}.weight"), self._w(f"{name}.bias")
-        assert weight is not None
         return weight @ x + (0.0 if bias is None else bias)
 
     def normed(self, name: str, x: Array) -> Array:
         weight = self._w(f"{name}.weight")
-        assert weight is not None
         return norm(x, weight, self._body.norm_eps)
 
     def _heads(self, which: str, x: Array, position: int) -> Array:
@@ -40,7 +38,6 @@ class Layer:
         weight = self._w(f"self_attn.{which}_norm.weight")
         if weight is not None:
             heads = norm(heads, weight, self._body.norm_eps)
-        assert self._body.rope is not None
         return rotated(heads, position, self._body.rope.theta)
 
     def seen(self, x: Array, position: int) -> tuple[Array, Array]:
@@ -94,16 +91,14 @@ def eagle_logits(
     return np.array(logits)
 
 
-def block_hidden(
-    weights: Weights, config: BlockConfig, taps_TND: Array, anchor_id: int, anchor: int
-) -> Array:
+def block_hidden(weights: Weights, config: BlockConfig, taps_TND: Array, root_id: int, anchor: int) -> Array:
     """Return the output layer's input at each level of the block whose root token is at `anchor`."""
     body, eps = config.body, config.body.norm_eps
     context = [
         norm(weights["fc.weight"] @ taps.reshape(-1), weights["hidden_norm.weight"], eps)
         for taps in taps_TND[:anchor]
     ]
-    ids = [anchor_id, *[config.mask_token_id] * (config.block_size - 1)]
+    ids = [root_id, *[config.mask_token_id] * (config.block_size - 1)]
     rows = [weights["embed_tokens.weight"][token] for token in ids]
     if config.reads_last:
         token = norm(rows[0], weights["entry_norm.weight"], eps)

@@ -52,9 +52,7 @@ class Hosts:
             "key_file": str(self.key),
         }
         # The same files elsewhere, and newer.
-        self.model = Path(
-            shutil.copytree(folder / "target", tmp_path / "there", copy_function=shutil.copyfile)
-        )
+        self.model = shutil.copytree(folder / "target", tmp_path / "there", copy_function=shutil.copyfile)
         self._log = tmp_path / "log"
         self.begun: list[subprocess.Popen[bytes]] = []
 
@@ -121,7 +119,6 @@ def test_texts_are_the_same_and_the_follower_serves_the_next_engine(
     await_no_followers()
 
 
-@pytest.mark.thorough
 def test_whoever_lacks_the_key_or_the_rank_is_refused_and_the_right_one_is_waited_for(
     folder: Path, plain: list[list[int]], hosts: Hosts, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -160,9 +157,7 @@ def test_a_follower_that_does_not_come_is_named_and_the_others_are_let_go(
     assert kept.tb is not None
 
 
-def test_a_follower_with_another_model_or_version_is_refused(
-    folder: Path, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_followers_of_others_are_refused(folder: Path, hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = load_file(hosts.model / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"] += 0.5
     save_file(tensors, hosts.model / "model.safetensors")
@@ -196,9 +191,7 @@ def test_a_host_has_memory_for_its_own_ranks_alone(
         assert there.free > 1 << 20
 
 
-def test_a_killed_follower_is_known_at_once_even_when_nothing_is_asked(
-    folder: Path, plain: list[list[int]], hosts: Hosts
-) -> None:
+def test_a_killed_follower_is_known_at_once(folder: Path, plain: list[list[int]], hosts: Hosts) -> None:
     hosts.follow()
     hosts.follow(2)
     options = {**hosts.options, "tensor_parallel": 3}

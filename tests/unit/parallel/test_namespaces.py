@@ -71,9 +71,7 @@ def line_of(process: subprocess.Popen[str], beginning: str) -> str:
     raise AssertionError("".join(others))
 
 
-def test_texts_are_those_of_one_host_until_the_cable_is_cut(
-    folder: Path, plain: list[list[int]], nodes: Nodes, tmp_path: Path
-) -> None:
+def test_a_cable_is_cut(folder: Path, plain: list[list[int]], nodes: Nodes, tmp_path: Path) -> None:
     """Ranks of a layer and stages, in two engines at once."""
     here, there, greedy = nodes.here, nodes.there, plain[: len(PROMPTS)]
     shutil.copytree(folder / "target", tmp_path / "there")

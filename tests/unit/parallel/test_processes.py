@@ -27,16 +27,7 @@ from specinfer.progress import NoProgress
 from specinfer.serve.backend.replica_backend import ReplicaBackend
 from specinfer.serve.backend.work import Work, fingerprint
 from tests.engines import ENGINE
-from tests.ranks import (
-    GREEDY,
-    INT8,
-    PROMPTS,
-    SAMPLED,
-    await_no_followers,
-    followers,
-    soon,
-    token_ids_of,
-)
+from tests.ranks import GREEDY, INT8, PROMPTS, SAMPLED, await_no_followers, followers, soon, token_ids_of
 
 pytestmark = [pytest.mark.usefixtures("forked"), pytest.mark.thorough]
 _POPEN = subprocess.Popen  # before `forked` replaces it
@@ -74,7 +65,7 @@ def test_two_processes_say_what_one_says_and_leave_nothing(
     ("options", "processes"),
     [
         ({"pipeline_parallel": 2, "quantization": "none"}, 2),
-        pytest.param({"pipeline_parallel": 2, "quantization": "int4"}, 2, marks=pytest.mark.thorough),
+        ({"pipeline_parallel": 2, "quantization": "int4"}, 2),
         ({"pipeline_parallel": 2, "tensor_parallel": 2, "quantization": "int8"}, 4),
     ],
 )
@@ -97,12 +88,8 @@ def test_stages_say_what_one_process_says(
     ("draft", "options"),
     [
         ("draft", {"tensor_parallel": 2, "pipeline_parallel": 2, "draft_quantization": "int8"}),
-        pytest.param(  # uneven shards
-            "draft", {"tensor_parallel": 3, "draft_quantization": "int8"}, marks=pytest.mark.thorough
-        ),
-        pytest.param(
-            "draft", {"tensor_parallel": 2, "draft_quantization": "int4"}, marks=pytest.mark.thorough
-        ),
+        ("draft", {"tensor_parallel": 3, "draft_quantization": "int8"}),  # uneven shards
+        ("draft", {"tensor_parallel": 2, "draft_quantization": "int4"}),
         ("self", {"tensor_parallel": 2}),
     ],
 )
@@ -122,7 +109,6 @@ def test_ranks_share_drafts(
         assert figures.steps < 0.8 * without.statistics().steps, "they are the guesses of the whole draft"
 
 
-@pytest.mark.thorough
 def test_followers_end_with_rank_0_even_when_they_are_stopped(folder: Path, cache: None) -> None:
     program = (
         "import sys, time, psutil; from specinfer import LLM\n"
@@ -149,7 +135,7 @@ _STAGES = {"tensor_parallel": 2, "pipeline_parallel": 2}
         ({"tensor_parallel": 2}, 1, True),
         (_STAGES, 2, False),
         (_STAGES, 3, True),
-        *(pytest.param(_STAGES, rank, True, marks=pytest.mark.thorough) for rank in (1, 2)),
+        *((_STAGES, rank, True) for rank in (1, 2)),
     ],
 )
 def test_a_lost_rank_ends_the_call_and_its_name_is_told(
@@ -177,9 +163,7 @@ def test_a_lost_rank_ends_the_call_and_its_name_is_told(
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "size"), [("none", 2), ("int4", 3)])
-def test_floats_add_up_in_parts_to_the_texts_of_one_process(
-    folder: Path, cache: None, kind: str, size: int
-) -> None:
+def test_floats_add_up_to_the_texts_of_one_process(folder: Path, cache: None, kind: str, size: int) -> None:
     options = {**ENGINE, "quantization": kind}
     with LLM(folder / "target", **options) as plain:
         found = {fingerprint(plain)}
@@ -192,9 +176,7 @@ def test_floats_add_up_in_parts_to_the_texts_of_one_process(
     await_no_followers()
 
 
-def test_a_rank_with_other_parts_of_sums_is_refused(
-    folder: Path, cache: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_parts_of_sums_are_refused(folder: Path, cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
     start = Ranks.start
 
     def other(self: Ranks, *given: Any, **how: Any) -> None:
@@ -256,7 +238,7 @@ def test_what_does_not_go_with_ranks_is_refused(folder: Path) -> None:
     "layout",
     [
         {"tensor_parallel": 2},
-        pytest.param({"tensor_parallel": 2, "pipeline_parallel": 2}, marks=pytest.mark.thorough),
+        {"tensor_parallel": 2, "pipeline_parallel": 2},
     ],
 )
 def test_a_servers_texts_go_on_with_new_ranks(folder: Path, layout: dict[str, int], cache: None) -> None:

@@ -48,9 +48,7 @@ class Killer(Progress):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("layout", [{"tensor_parallel": 3}, {"pipeline_parallel": 2}])
-def test_the_start_ends_when_a_follower_ends_while_rank_0_loads(
-    folder: Path, plain: list[list[int]], layout: dict[str, int]
-) -> None:
+def test_a_follower_ends_at_the_start(folder: Path, plain: list[list[int]], layout: dict[str, int]) -> None:
     killer, last = Killer(), max(layout.values()) - 1
     with pytest.raises(PeerLostError) as caught:
         LLM(folder / "target", **INT8, **layout, progress=killer)
@@ -62,7 +60,6 @@ def test_the_start_ends_when_a_follower_ends_while_rank_0_loads(
     await_no_followers()
 
 
-@pytest.mark.thorough
 def test_the_start_ends_when_a_follower_lacks_memory_for_its_weights(
     folder: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,10 +77,7 @@ def test_the_start_ends_when_a_follower_lacks_memory_for_its_weights(
     assert soon(lambda: begun[0].returncode is not None)
 
 
-@pytest.mark.thorough
-def test_a_rank_0_that_does_not_answer_is_named_and_not_the_followers(
-    folder: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_0_that_is_late(folder: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Followers end at their time limit while rank 0 is late, as after SIGSTOP and SIGCONT."""
     monkeypatch.setattr(ranks, "LIMIT", 5.0)  # seconds of an exchange
     with LLM(folder / "target", tensor_parallel=2, **INT8) as llm:

@@ -46,9 +46,7 @@ LAYOUTS = [(2, 2), (3, 3), (4, 2)]  # ranks, stages
     ("family", "name"),  # stages divide no sums, and run with either kernels
     [(family, NAMES[number % 2]) for number, family in enumerate(FAMILIES)] + [("qwen3", "torch")],
 )
-def test_logits_and_taps_are_those_of_one_process(
-    family: str, name: Literal["torch", "native"], tmp_path: Path, saved: Saved
-) -> None:
+def test_logits_and_taps(family: str, name: Literal["torch", "native"], tmp_path: Path, saved: Saved) -> None:
     path, chosen = saved(family, **FAMILIES[family]), kernels(name)
     dtype = torch.bfloat16 if name == "native" else torch.float32
     layers = open_model(path).config.num_layers
@@ -77,9 +75,7 @@ def llama(tmp_path: Path) -> Path:
     ("size", "stages", "kind"),
     [(2, 1, "none"), (3, 1, "int4"), *((size, stages, "int8") for size, stages in LAYOUTS)],
 )
-def test_texts_are_those_of_one_process_whoever_guesses(
-    llama: Path, size: int, stages: int, kind: Quantization, tmp_path: Path
-) -> None:
+def test_whoever_guesses(llama: Path, size: int, stages: int, kind: Quantization, tmp_path: Path) -> None:
     native = kernels("native")
     similar = write_similar_llama(llama, tmp_path / "similar", noise=0.1)
     draft = load_model(similar, dtype=torch.float32, device=CPU, kernels=draft_kernels(native))

@@ -131,9 +131,7 @@ def test_logits_are_those_of_one_process(
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["int4", "none"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sums_of_parts_are_those_of_one_process_on_four_ranks(
-    dtype: torch.dtype, kind: Quantization, tmp_path: Path
-) -> None:
+def test_sums_of_parts_on_four_ranks(dtype: torch.dtype, kind: Quantization, tmp_path: Path) -> None:
     wide = {**SHAPE, "intermediate_size": 480}
     path, chosen = write_tiny_llama(tmp_path / "model", **wide), kernels("native")
     want = said(whole_model(path, chosen, tmp_path, dtype, kind))
@@ -145,9 +143,7 @@ def test_sums_of_parts_are_those_of_one_process_on_four_ranks(
         assert all(torch.allclose(*pair, atol=1e-4) for pair in zip(said(usual), want, strict=True))
 
 
-def test_int4_shares_know_the_largest_scale_of_the_whole_matrix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_int4_shares_know_the_whole_largest_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By which a matrix unit rounds weights to bfloat16; other CPUs do not ask."""
     path, make = write_tiny_llama(tmp_path / "model", **SHAPE), NativeProducts.laid_out
     largest: list[float] = []

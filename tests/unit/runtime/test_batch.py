@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from specinfer.runtime.batch import (
-    ModelBatch,
-    Rows,
-    build_batch,
-    chain_rows,
-    likelihoods,
-    logit_rows,
-    step_rows,
-)
+from specinfer.runtime import batch as batches
+from specinfer.runtime.batch import ModelBatch, Rows, build_batch, chain_rows, likelihoods, logit_rows
 from specinfer.runtime.features import text_rows
 from specinfer.sampling_params import SamplingParams
 from specinfer.tree import TokenTree, TreeBuilder
@@ -99,7 +92,7 @@ def test_a_step_knows_whose_logits_are_likely_asked_for() -> None:
     rows = logit_rows(step, trees)
     assert (rows.count, rows.roots, rows.scored) == (5, [0, 4], [(scored, range(2, 4))])
     assert likelihoods(step, trees) == [1.0, 0.25, 0.0, 0.0, 1.0]
-    wanted = [len(part.token_ids) - part.logits_from for part in step_rows(step, trees)]
+    wanted = [len(part.token_ids) - part.logits_from for part in batches.step_rows(step, trees)]
     assert wanted == [2, 0, 3]
 
 

@@ -96,9 +96,7 @@ class Paced:
         return inner
 
 
-def test_a_slow_model_is_measured_until_its_passes_take_longer(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_model_is_measured_for_a_while(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     # Rows that a pass has room for at no cost, and the size that shows what others cost.
     for free, largest in ((16, 32), (60, 128), (400, 1024), (9999, 2048)):
         pace = Paced(lambda rows, free=free: 1.5 * max(1.0, rows / free))  # type: ignore[misc]
@@ -168,9 +166,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return measured
 
 
-def test_a_curve_is_measured_once_for_a_model_and_a_way_to_run_it(
-    tiny: Tiny, slow: list[int], own_cache: Path
-) -> None:
+def test_a_curve_is_measured_once_for_a_model(tiny: Tiny, slow: list[int], own_cache: Path) -> None:
     first = cost_curve(runner(tiny), max_rows=512, variant="bfloat16")
     assert cost_curve(runner(tiny), max_rows=512, variant="bfloat16") == first
     assert len(slow) == 1

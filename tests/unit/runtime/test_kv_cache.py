@@ -62,9 +62,8 @@ def test_a_cache_takes_memory_where_it_is_written_only(dtype: torch.dtype) -> No
         cache.keys[layer][:16] = 1
         cache.values[layer][:16] = 1
     cache.move([3, 4, 5], [1, 2, 3])
-    assert (
-        process.memory_info().rss - before < 8 * MIB + 2 * 4 * 4 * MIB
-    )  # huge pages of 2 MiB, two at an edge
+    # Huge pages of 2 MiB, two at an edge.
+    assert process.memory_info().rss - before < 8 * MIB + 2 * 4 * 4 * MIB
 
 
 @pytest.mark.thorough

@@ -108,7 +108,6 @@ def test_whoever_shows_no_key_hears_nothing_but_a_number(pool: ThreadPoolExecuto
     with pytest.raises((KeyRefusedError, OSError, ValueError)):
         ours.result(30)
     found = heard.result(30)
-    assert isinstance(found, bytes)
     assert len(found[:40]) in (0, 40)  # a reset may take it away
     assert found[40:] in (b"", message(b"another key"))
 
@@ -161,9 +160,7 @@ def test_a_message_a_byte_at_a_time_is_not_waited_for_for_ever(pool: ThreadPoolE
     its.close()
 
 
-def test_who_does_not_read_is_gone_only_where_signs_of_life_are_due(
-    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_does_not_read_may_be_gone(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "_ACKNOWLEDGE", 2)
     (ours, its), (other, patient) = tcp(pool), tcp(pool)
     its.expect_acknowledgements()
@@ -235,9 +232,7 @@ def private() -> tuple[Link, Link]:
 
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("far", [(), (1,), (2,), (1, 2)])
-def test_two_ranks_get_a_link_to_one_another(
-    pool: ThreadPoolExecutor, first: int, far: tuple[int, ...]
-) -> None:
+def test_two_ranks_get_one_link(pool: ThreadPoolExecutor, first: int, far: tuple[int, ...]) -> None:
     pairs = {rank: tcp(pool) if rank in far else private() for rank in (1, 2)}
     links = {rank: ours for rank, (ours, _) in pairs.items()}
     followers = {

@@ -112,9 +112,7 @@ def test_a_prompts_reports_are_kept_and_sent_as_numbers() -> None:
     assert pickle.loads(sent) == found
 
 
-VALUES = np.array(
-    [[1.5, -2.0, 0.0], [-np.inf, 3.25, 4.0], [0.5, 1.0, 2.0]], dtype=np.float32
-)  # bfloat16 has them
+VALUES = np.array([[1.5, -2.0, 0.0], [-np.inf, 3.25, 4.0], [0.5, 1.0, 2.0]], dtype=np.float32)
 
 
 def bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
