@@ -36,21 +36,10 @@ def write_peft(folder: Path, tensors: Mapping[str, Tensor], **config: Any) -> Pa
     folder.mkdir(parents=True, exist_ok=True)
     save_file(dict(tensors), folder / "adapter_model.safetensors")
     usual = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": "some/model",
-        "inference_mode": True,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "modules_to_save": None,
-        "lora_dropout": 0.05,
-        "use_dora": False,
-        "use_rslora": False,
-        "rank_pattern": {},
-        "alpha_pattern": {},
-        "layers_to_transform": None,
-        "loftq_config": {},
+        **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "some/model"},
+        **{"inference_mode": True, "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True},
+        **{"modules_to_save": None, "lora_dropout": 0.05, "use_dora": False, "use_rslora": False},
+        **{"rank_pattern": {}, "alpha_pattern": {}, "layers_to_transform": None, "loftq_config": {}},
     }
     (folder / "adapter_config.json").write_text(json.dumps({**usual, **config}))
     return folder

@@ -100,7 +100,6 @@ def slow_generate(
         if params.greedy:
             token = int(logits.argmax())
         else:
-            assert params.seed is not None
             token = coupled_choice(target_law(logits, params), params.seed, len(text))
         text.append(token)
         if token in ending:

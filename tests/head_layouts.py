@@ -28,12 +28,7 @@ class Layout:
     names: dict[str, str] = field(default_factory=dict)  # prefixes of tensor names: ours, theirs
 
 
-PLAIN = {
-    "sample_from_anchor": False,
-    "markov_rank": 0,
-    "own_head": False,
-    "draft_vocab_size": VOCAB,
-}
+PLAIN = {"sample_from_anchor": False, "markov_rank": 0, "own_head": False, "draft_vocab_size": VOCAB}
 OF_SPECFORGE = block_config(taps=(1, 4), causal=False, draft_vocab_size=VOCAB, own_head=False)
 MIDLAYER = {"layers.0.": "midlayer."}
 IN_MODEL = {
@@ -49,9 +44,7 @@ LAYOUTS: dict[str, Layout] = {
     "NVIDIA": Layout(USUAL, published.nvidia, MIDLAYER),
     "NVIDIA with layers": Layout(eagle_config(taps=(1, 2, 5), depth=5), published.nvidia_with_layers),
     "Automodel": Layout(replace(USUAL, own_embedding=True), published.automodel, IN_MODEL),
-    "EAGLE-3 with layers of Qwen2": Layout(
-        replace(USUAL, body=QWEN2_BODY), published.eagle_of_qwen, MIDLAYER
-    ),
+    "EAGLE-3 with Qwen2's layers": Layout(replace(USUAL, body=QWEN2_BODY), published.eagle_of_qwen, MIDLAYER),
     "EAGLE-3 with layers of Qwen3": Layout(
         replace(USUAL, body=tiny_body(qk_norm=True)), published.eagle_of_qwen, MIDLAYER
     ),
@@ -64,9 +57,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "DFlash": Layout(block_config(taps=(2, 5), causal=False, **PLAIN), published.dflash),
     "newer DFlash": Layout(block_config(taps=(2, 5), causal=False, **PLAIN), published.newer_dflash),
-    "DFlash with every field": Layout(
-        block_config(taps=(2, 5), causal=False, **PLAIN), published.full_dflash
-    ),
+    "DFlash with all fields": Layout(block_config(taps=(2, 5), causal=False, **PLAIN), published.full_dflash),
     "causal DFlash": Layout(block_config(taps=(1, 6), causal=True, **PLAIN), published.causal_dflash),
     "JetSpec": Layout(block_config(taps=(1, 6), causal=True, **PLAIN), published.jetspec),
     "DSpark": Layout(

@@ -48,7 +48,6 @@ def tiny_body(*, qk_norm: bool = False, num_layers: int = 1, bias: bool = False)
 
 def eagle_config(**changes: object) -> EagleConfig:
     num_layers = changes.pop("num_layers", 1)
-    assert isinstance(num_layers, int)
     config = EagleConfig(
         body=tiny_body(num_layers=num_layers),
         taps=(0, 1, 2),

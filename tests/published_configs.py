@@ -37,15 +37,9 @@ def eagle_with_layers(written: Json) -> Json:
 def eagle_of_authors(written: Json) -> Json:
     """SafeAILab's release (yuhuili/EAGLE3-LLaMA3.1-Instruct-8B): only its tensors show the kind."""
     return flat(written, "draft_vocab_size") | {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "bos_token_id": 1,
-        "eos_token_id": [2, 3],
-        "num_hidden_layers": 1,
-        "pad_token_id": 0,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float16",
-        "use_cache": True,
+        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "bos_token_id": 1},
+        **{"eos_token_id": [2, 3], "num_hidden_layers": 1, "pad_token_id": 0, "tie_word_embeddings": False},
+        **{"torch_dtype": "float16", "use_cache": True},
     }
 
 
@@ -139,16 +133,9 @@ def full_dflash(written: Json) -> Json:
     """With all optional fields, switched off."""
     config = dflash(written)
     config["dflash_config"] |= {
-        "projector_type": "dflash",
-        "attention_mode": "gqa",
-        "causal_head": False,
-        "markov_rank": 0,
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": False,
-        "conv_kernel_size": 0,
-        "output_multiplier": 1.0,
-        "final_logit_softcapping": None,
-        "num_anchors": 512,
+        **{"projector_type": "dflash", "attention_mode": "gqa", "causal_head": False, "markov_rank": 0},
+        **{"markov_head_type": "vanilla", "enable_confidence_head": False, "conv_kernel_size": 0},
+        **{"output_multiplier": 1.0, "final_logit_softcapping": None, "num_anchors": 512},
     }
     return config
 

@@ -12,20 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.quantized_layouts import (
-    FP4,
-    NF4,
-    Pieces,
-    awq_config,
-    awq_pieces,
-    compressed_config,
-    four_bit_config,
-    four_bit_pieces,
-    gptq_config,
-    gptq_pieces,
-    group_index,
-    pack_quantized_pieces,
-)
+from tests import quantized_layouts as layouts
+from tests.quantized_layouts import FP4, NF4, Pieces, compressed_config, group_index
 from tests.tiny_models import write_tiny_llama, write_tiny_mixture
 
 
@@ -77,10 +65,10 @@ def gptq(
             zeros = torch.full_like(zeros, 1 << (bits - 1))
         group_of = groups_of(inner, groups, acts, generator)
         written = group_of if index else None
-        pieces = gptq_pieces(levels, scales, zeros, bits=bits, form=form, group_of=written)
+        pieces = layouts.gptq_pieces(levels, scales, zeros, bits=bits, form=form, group_of=written)
         return pieces, plain(levels, scales, zeros, group_of)
 
-    said = gptq_config(bits, size, form=form, sym=sym, desc_act=acts)
+    said = layouts.gptq_config(bits, size, form=form, sym=sym, desc_act=acts)
     return Format(said, make, bits <= 4 and not acts and size % 32 in (0, 31))
 
 
@@ -89,9 +77,9 @@ def awq(size: int = 32) -> Format:
         out, inner = weight.shape
         levels, scales, zeros = grids((out, inner), 4, inner // size, generator, torch.float16)
         floats = plain(levels, scales, zeros, group_index(inner, inner // size))
-        return awq_pieces(levels, scales, zeros), floats
+        return layouts.awq_pieces(levels, scales, zeros), floats
 
-    return Format(awq_config(size), make, size % 32 == 0)
+    return Format(layouts.awq_config(size), make, size % 32 == 0)
 
 
 def pack_quantized(
@@ -107,7 +95,7 @@ def pack_quantized(
         groups = 1 if size is None else inner // size
         levels, scales, zeros = grids((out, inner), bits, groups, generator, dtype)
         stored = None if symmetric else zeros
-        pieces = pack_quantized_pieces(levels, scales, stored, bits=bits, plain_zeros=plain_zeros)
+        pieces = layouts.pack_quantized_pieces(levels, scales, stored, bits=bits, plain_zeros=plain_zeros)
         if symmetric:
             zeros = torch.full_like(zeros, 1 << (bits - 1))
         group_of = groups_of(inner, groups, acts, generator)
@@ -192,13 +180,13 @@ def four_bits(
         else:
             scales = 0.2 + torch.rand(blocks, generator=generator)
             stored = {"weight.absmax": scales}
-        pieces = four_bit_pieces(
+        pieces = layouts.four_bit_pieces(
             numbers, weight.shape, stored, kind=kind, size=size, storage=storage, nested=state
         )
         floats = code[numbers[:count]] * scales[torch.arange(count) // size]
         return pieces, floats.view(weight.shape)
 
-    return Format(four_bit_config(kind), make)
+    return Format(layouts.four_bit_config(kind), make)
 
 
 def llm_int8() -> Format:

@@ -60,7 +60,6 @@ class CountingModel(LanguageModel):
         stage_input_TD: Tensor | None = None,
     ) -> PassOutput:
         """See LanguageModel."""
-        assert context.states is not None
         self.rows += len(token_ids_T)
         states_T = _visited(token_ids_T.tolist(), context.states)
         if self.fails:

@@ -13,17 +13,8 @@ from torch import Tensor
 
 from specinfer.kernels.choice import Kernels, draft_kernels
 from specinfer.kernels.recurrence_config import GateNorm, LayerKind, Recurrence
-from specinfer.models.config import (
-    Activation,
-    Experts,
-    Family,
-    LayerHeads,
-    ModelConfig,
-    Norm,
-    NormPlace,
-    PerLayer,
-    QkNorm,
-)
+from specinfer.models import config as configs
+from specinfer.models.config import Activation, Experts, Family, ModelConfig, Norm, NormPlace, QkNorm
 from specinfer.models.decoder import Decoder
 from specinfer.models.decoder_shapes import decoder_shapes
 from specinfer.models.positions import Alibi, Rope
@@ -121,12 +112,12 @@ SWITCHED: Final[Mapping[str, ModelConfig]] = {
         layer_windows=(5, 5, None) * 2,
         local_rope=Rope(10000.0),
         rope=Rope(10000.0, divisors=(1.0,) * 6 + (1e30,) * 6),
-        global_heads=LayerHeads(24, 1, values_are_keys=True),
+        global_heads=configs.LayerHeads(24, 1, values_are_keys=True),
         shared_layers=3,
         layer_inner=(96,) * 3 + (192,) * 3,
         value_norm=True,
         output_factor=True,
-        per_layer=PerLayer(16, 48),
+        per_layer=configs.PerLayer(16, 48),
         activation=Activation.GELU_TANH,
     ),
     "sinks": replace(PLAIN, attention_sinks=True, qkv_bias=True, o_bias=True),

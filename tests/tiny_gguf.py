@@ -29,14 +29,10 @@ def begin(
 def matrices(vocab: int, hidden: int, inner: int, kv: int) -> dict[str, tuple[int, int]]:
     """Return the shapes of a one-layer model's matrices; `kv` is the width of K and of V."""
     return {
-        "token_embd.weight": (vocab, hidden),
-        "blk.0.attn_q.weight": (hidden, hidden),
-        "blk.0.attn_k.weight": (kv, hidden),
-        "blk.0.attn_v.weight": (kv, hidden),
-        "blk.0.attn_output.weight": (hidden, hidden),
-        "blk.0.ffn_gate.weight": (inner, hidden),
-        "blk.0.ffn_up.weight": (inner, hidden),
-        "blk.0.ffn_down.weight": (hidden, inner),
+        **{"token_embd.weight": (vocab, hidden), "blk.0.attn_q.weight": (hidden, hidden)},
+        **{"blk.0.attn_k.weight": (kv, hidden), "blk.0.attn_v.weight": (kv, hidden)},
+        **{"blk.0.attn_output.weight": (hidden, hidden), "blk.0.ffn_gate.weight": (inner, hidden)},
+        **{"blk.0.ffn_up.weight": (inner, hidden), "blk.0.ffn_down.weight": (hidden, inner)},
     }
 
 

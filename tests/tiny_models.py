@@ -39,22 +39,12 @@ def write_tiny_llama(
     folder.mkdir(parents=True, exist_ok=True)
     head_dim = hidden_size // num_heads if head_dim is None else head_dim
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": vocab_size,
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": max_context,
-        "tie_word_embeddings": tie_embeddings,
-        "bos_token_id": None,
-        "eos_token_id": eos_token_id,
+        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocab_size},
+        **{"hidden_size": hidden_size, "intermediate_size": intermediate_size},
+        **{"num_hidden_layers": num_layers, "num_attention_heads": num_heads},
+        **{"num_key_value_heads": num_kv_heads, "head_dim": head_dim, "hidden_act": "silu"},
+        **{"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": max_context},
+        **{"tie_word_embeddings": tie_embeddings, "bos_token_id": None, "eos_token_id": eos_token_id},
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     generator = torch.Generator().manual_seed(seed)

@@ -14,6 +14,7 @@ from itertools import product
 from math import prod
 
 import numpy as np
+import pytest
 
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts.draws import draw_children
@@ -22,6 +23,8 @@ from specinfer.tree.token_tree import TokenTree
 from specinfer.verify.multistep import verify_multistep
 from specinfer.verify.target_law import target_law
 from tests.flights import flight_of
+
+from .oracles import processed_law
 
 
 class Branching:
@@ -224,3 +227,11 @@ def own_law(law_of, vocab, length):
 def distance(law, other):
     """The largest difference between two laws at one outcome."""
     return max(abs(law.get(outcome, 0) - other.get(outcome, 0)) for outcome in {*law, *other})
+
+
+def far(world, guessers, length, **how):
+    """How far the law of the next tokens with speculation is from the target's own, by the slow oracle."""
+    law = text_law(world, guessers, length, **how)
+    assert sum(law.values()) == pytest.approx(1, abs=1e-9)
+    wanted = own_law(lambda t: processed_law(world.logits("target", t), world.params), world.vocab, length)
+    return distance(law, wanted)

@@ -36,9 +36,7 @@ class WordList:
 
 
 def words_after(words, output):
-    return {
-        (*word, END)[len(output)] for word in words if (*word, END)[: len(output)] == output != (*word, END)
-    }
+    return {(*one, END)[len(output)] for one in words if (*one, END)[: len(output)] == output != (*one, END)}
 
 
 def forced_after(budget, output):
@@ -121,9 +119,7 @@ CASES = {
         words=((0, 0, 2, 1), (0, 1, 2), (0, 2, 2), (1, 1)), thinking=thinking(1), ending=(END,)
     ),
     "greedy": case(temperature=0, frequency_penalty=1.1, bad_words=((0, 0), (2, 1)), ending=(END,)),
-    "stops with special tokens' names": case(
-        stop=("<|bos|>b", "<|bos|>a<|b", "ba", NAMES[END]), min_tokens=2
-    ),
+    "stops with special names": case(stop=("<|bos|>b", "<|bos|>a<|b", "ba", NAMES[END]), min_tokens=2),
     "greedy, such a stop": case(temperature=0, frequency_penalty=1.7, stop=("b<|bos|>",)),
     "all of them": case(
         temperature=0.8,

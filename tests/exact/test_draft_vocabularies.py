@@ -16,8 +16,7 @@ from specinfer.tree.draw import Draw, DrawRule
 from specinfer.tree.token_tree import TokenTree
 from tests.foreign import byte_level
 
-from .enumeration import Supports, World, distance, drawn_tree, own_law, text_law
-from .oracles import processed_law
+from .enumeration import Supports, World, drawn_tree, far
 
 EXACT = 1e-9
 VOCAB = 4
@@ -75,19 +74,12 @@ class ForeignDraft(Drawing):
         return tuple(spelled.ids)
 
     def reading(self, world, text):
-        read = self.spelled(text)
-        return lambda path: self.own.logits(self.name, (*read, *self.tokens.to_draft(path)))[
-            self.tokens.logit_ids
-        ]
+        read, tokens = self.spelled(text), self.tokens
+        return lambda path: self.own.logits(self.name, (*read, *tokens.to_draft(path)))[tokens.logit_ids]
 
 
-def far(guessers, length, params, **how):
-    """How far the law of the next tokens is from the target's."""
-    world = Supports(vocab=VOCAB, params=params, seed=5)
-    law = text_law(world, guessers, length, **how)
-    assert sum(law.values()) == pytest.approx(1, abs=EXACT)
-    wanted = own_law(lambda text: processed_law(world.logits("target", text), params), VOCAB, length)
-    return distance(law, wanted)
+def far_of(guessers, length, params, **how):
+    return far(Supports(vocab=VOCAB, params=params, seed=5), guessers, length, **how)
 
 
 @pytest.mark.thorough
@@ -96,9 +88,9 @@ def far(guessers, length, params, **how):
 def test_the_law_of_the_text_is_the_targets(rule, params, monkeypatch):
     for kept in ((0, 2), (3,), (1, 2, 3)):
         pruned = PrunedDraft("a", rule, (2, 1), kept, monkeypatch)
-        assert far([pruned, PrunedDraft("b", IID, (1,), (0, 1), monkeypatch)], 2, params) < EXACT, kept
+        assert far_of([pruned, PrunedDraft("b", IID, (1,), (0, 1), monkeypatch)], 2, params) < EXACT, kept
     foreign = ForeignDraft("a", rule, (2, 1), monkeypatch)
-    assert far([ForeignDraft("b", IID, (1,), monkeypatch), foreign], 2, params) < EXACT
+    assert far_of([ForeignDraft("b", IID, (1,), monkeypatch), foreign], 2, params) < EXACT
 
 
 def test_declaring_the_law_of_all_tokens_would_change_it(monkeypatch):
@@ -110,5 +102,5 @@ def test_declaring_the_law_of_all_tokens_would_change_it(monkeypatch):
         return TokenTree(tree.token_ids, tree.parents, draws)
 
     pruned = PrunedDraft("a", IID, (1,), (0, 2), monkeypatch)
-    assert far([pruned], 1, params) < EXACT
-    assert far([pruned], 1, params, alter=whole_head) > 1e-3
+    assert far_of([pruned], 1, params) < EXACT
+    assert far_of([pruned], 1, params, alter=whole_head) > 1e-3

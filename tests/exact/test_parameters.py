@@ -80,9 +80,7 @@ def test_the_law_at_any_node_is_the_oracles(case, seed, path):
     rules = case.rules
     logits = world.logits("target", path)
     for cut in range(len(path) + 1):
-        if any(
-            case.words is not None and t not in words_after(case.words, path[:i]) for i, t in enumerate(path)
-        ):
+        if any(case.words and t not in words_after(case.words, path[:i]) for i, t in enumerate(path)):
             continue
         row = case.processors(path[:cut]).apply(logits, path[cut:])
         assert (logits == world.logits("target", path)).all(), "the model's own row stays as it is"

@@ -136,9 +136,7 @@ def server(setting: Setting) -> Iterator[Result]:
     with open_llm(setting, dtype="float32", lookup=False) as llm:
         params = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.95, seed=3)
         [expected] = llm.generate(["The fox"], params)
-    yield Result(
-        "a server's answer", text == expected.text, "the library's" if text == expected.text else text
-    )
+    yield Result("served answer", text == expected.text, "the library's" if text == expected.text else text)
 
 
 def hosted(setting: Setting) -> Iterator[Result]:

@@ -41,14 +41,7 @@ _SIDE_BY_SIDE = {
 }
 _FALCON = {**_SIDE_BY_SIDE, "ffn_hidden_size": 56}
 _NEOX = {**_SIDE_BY_SIDE, "intermediate_size": 56, "rope_parameters": _HALF}
-_BIGCODE = {
-    "vocab_size": 96,
-    "n_embd": 32,
-    "n_inner": 56,
-    "n_layer": 3,
-    "n_head": 4,
-    "n_positions": 128,
-} | _ENDS
+_CODE = {"vocab_size": 96, "n_embd": 32, "n_inner": 56, "n_layer": 3, "n_head": 4, "n_positions": 128} | _ENDS
 _MPT = {"vocab_size": 96, "d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 128, "eos_token_id": 2}
 
 CASES: dict[str, tuple[str, dict[str, object]]] = {}
@@ -82,14 +75,9 @@ _case(
 _QWEN3_MOE = {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _case("qwen3-moe", "Qwen3Moe", _DECODER | _QWEN3_MOE, norm_topk_prob=True, mlp_only_layers=[1])
 _case("olmoe", "Olmoe", intermediate_size=24, num_experts=8, num_experts_per_tok=3)
-_GRANITE_MOE = {
-    "intermediate_size": 24,
-    "num_local_experts": 6,
-    "num_experts_per_tok": 2,
-    "logits_scaling": 2.5,
-}
+_GRANITES = {"intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 2, "logits_scaling": 2.5}
 _FACTORS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
-_case("granite-moe", "GraniteMoe", _DECODER | _GRANITE_MOE | _FACTORS, attention_bias=True)
+_case("granite-moe", "GraniteMoe", _DECODER | _GRANITES | _FACTORS, attention_bias=True)
 _case(
     *("gpt-oss", "GptOss", {**_DECODER, "head_dim": 16, "intermediate_size": 64, "pad_token_id": 0}),
     num_local_experts=6,
@@ -132,9 +120,7 @@ _case(
 _MIXTURE = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24}
 _case("gemma4-experts", "Gemma4Text", _GEMMA_4 | _SINGLE | _MIXTURE, num_hidden_layers=3, layer_types=None)
 _GEMMA_3N = {
-    **{
-        key: value for key, value in _GEMMA_4.items() if key not in ("global_head_dim", "use_double_wide_mlp")
-    },
+    **{k: v for k, v in _GEMMA_4.items() if k not in ("global_head_dim", "use_double_wide_mlp")},
     **{"intermediate_size": [56] * 6 + [72] * 3, "activation_sparsity_pattern": [0.6, 0.0, 0.9] * 3},
     **{"vocab_size_per_layer_input": 60, "laurel_rank": 12, "altup_active_idx": 1},
 }
@@ -169,9 +155,9 @@ _WINDOW = {"use_sliding_window": True, "sliding_window": 5}
 _case("smollm3-window", "SmolLM3", _DECODER | _WINDOW, no_rope_layer_interval=2, pad_token_id=0)
 _case("cohere", "Cohere", logit_scale=0.25, attention_bias=True)
 _case("cohere2", "Cohere2", num_hidden_layers=5, sliding_window=5, logit_scale=0.25)
-_case("gpt2", "GPT2", _BIGCODE)
-_case("starcoder", "GPTBigCode", _BIGCODE)
-_case("starcoder-heads", "GPTBigCode", _BIGCODE, multi_query=False, scale_attn_weights=False)
+_case("gpt2", "GPT2", _CODE)
+_case("starcoder", "GPTBigCode", _CODE)
+_case("starcoder-heads", "GPTBigCode", _CODE, multi_query=False, scale_attn_weights=False)
 _case("starcoder2", "Starcoder2", sliding_window=5)
 _case("starcoder2-no-bias", "Starcoder2", use_bias=False)
 _case("falcon-7b", "Falcon", _FALCON)

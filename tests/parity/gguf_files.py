@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from gguf.constants import GGMLQuantizationType
 
+from tests.tiny_gguf import finish
+
 from . import gguf_hybrids, gguf_mamba
 
 # Architectures that are not named as transformers' model_type without its underscores.
@@ -27,13 +29,9 @@ _FACTORS = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ff
 # Keys that only some architectures have, by the name of the config's field.
 _SCALES = {
     "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-    "embedding_multiplier": "embedding_scale",
-    "attention_multiplier": "attention.scale",
-    "residual_multiplier": "residual_scale",
-    "logits_scaling": "logit_scale",
-    "logit_scale": "logit_scale",
-    "clip_qkv": "attention.clamp_kqv",
+    **{"final_logit_softcapping": "final_logit_softcapping", "embedding_multiplier": "embedding_scale"},
+    **{"attention_multiplier": "attention.scale", "residual_multiplier": "residual_scale"},
+    **{"logits_scaling": "logit_scale", "logit_scale": "logit_scale", "clip_qkv": "attention.clamp_kqv"},
 }
 
 
@@ -156,10 +154,7 @@ def write_gguf(
         writer.add_tensor(there, written[there], raw_dtype=as_kind)
     for name, values in (add or {}).items():
         writer.add_tensor(name, values, raw_dtype=kind if values.dtype == np.uint8 else None)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return written
 
 

@@ -142,10 +142,8 @@ def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None
         "blk.5.attn_norm.weight": np.ones(32, np.float32),
         "blk.5.nextn.eh_proj.weight": np.ones((32, 64), np.float32),
     }
-    write_gguf(
-        theirs, tmp_path / "model.gguf", add=further, sizes={"block_count": 6, "nextn_predict_layers": 1}
-    )
-    file = GGUFFile(read_header(tmp_path / "model.gguf"))
+    write_gguf(theirs, tmp_path / "m.gguf", add=further, sizes={"block_count": 6, "nextn_predict_layers": 1})
+    file = GGUFFile(read_header(tmp_path / "m.gguf"))
     assert file.config.num_layers == 5
     assert file.shapes == SafetensorsFolder(tmp_path, [tmp_path / "model.safetensors"]).shapes
 

@@ -18,18 +18,9 @@ from tests.kernels import NAMES
 from tests.loading import load
 from tests.quantized_folders import FORMATS
 
+from . import test_against_transformers as parity
 from .families import CASES
-from .test_against_transformers import (
-    CONTIGUOUS,
-    PROMPT,
-    SCATTERED,
-    TOLERANCE,
-    TREE_PATHS,
-    each_node,
-    each_token,
-    logits_of,
-    runner_of,
-)
+from .test_against_transformers import CONTIGUOUS, PROMPT, SCATTERED, TOLERANCE, logits_of, runner_of
 
 _SIDE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 _SIGLIP = {**_SIDE, "image_size": 28, "patch_size": 14}
@@ -110,11 +101,11 @@ def test_a_prompt_its_tokens_and_a_tree(name, tied, run, tmp_path, caplog):
     [line] = [one for one in caplog.messages if "runs as a text model" in one]
     assert f"({next(iter(TOWERS[name][3]))})" in line
     prompt = logits_of(theirs, PROMPT)
-    tree = torch.stack([logits_of(theirs, PROMPT + path)[-1] for path in TREE_PATHS])
+    tree = torch.stack([logits_of(theirs, PROMPT + path)[-1] for path in parity.TREE_PATHS])
     for what, got, want in (
         ("prompt", runner_of(ours).forward([Rows(PROMPT, 0, CONTIGUOUS, 0)]), prompt),
-        ("tokens", each_token(ours, SCATTERED), prompt),
-        ("tree", each_node(ours, SCATTERED), tree),
+        ("tokens", parity.each_token(ours, SCATTERED), prompt),
+        ("tree", parity.each_node(ours, SCATTERED), tree),
     ):
         assert (got - want).abs().max() <= TOLERANCE * want.std(), what
 

@@ -27,9 +27,7 @@ SAMPLING = {
     "T=.7, top_p, top_k, min_p": SamplingParams(
         temperature=0.7, top_p=0.9, top_k=50, min_p=0.02, seed=8, max_tokens=32
     ),
-    "min_tokens and stop": SamplingParams(
-        temperature=0.9, seed=3, max_tokens=48, min_tokens=12, stop=(".", "\n")
-    ),
+    "min, stop": SamplingParams(temperature=0.9, seed=3, max_tokens=48, min_tokens=12, stop=(".", "\n")),
 }
 
 
@@ -73,10 +71,7 @@ def test_the_head_that_comes_with_the_package_guesses_and_changes_nothing(plain:
 
 def test_a_model_of_another_family_guesses_for_qwen() -> None:
     options: dict[str, Any] = {
-        "lookup": False,
-        "quantization": "int8",
-        "max_context": 512,
-        "kv_cache_memory": 1 << 29,
+        **{"lookup": False, "quantization": "int8", "max_context": 512, "kv_cache_memory": 1 << 29},
     }
     drafts: dict[str, Any] = {"drafts": (smollm2(),), "tree_size": "fixed"}
     llm = LLM(qwen_draft(), **options, **drafts)

@@ -112,9 +112,7 @@ TWO = ["similar", "stranger"]
         "mss, small budget",
     ],
 )
-def test_three_tokens_follow_the_targets_law(
-    tiny: Tiny, options: dict[str, Any], sampling: dict[str, Any]
-) -> None:
+def test_three_tokens_follow_the_law(tiny: Tiny, options: dict[str, Any], sampling: dict[str, Any]) -> None:
     assert p_value(tiny, options, sampling) > 1e-4
 
 
@@ -132,9 +130,7 @@ def test_the_law_of_models_with_recurrent_layers(tiny: Tiny, name: str, options:
     [({"verifier": "mss"}, 2), ({"verifier": "mss"}, 64), ({"verifier": "mss", "draw": "iid"}, 2)],
     ids=["mss, 2", "mss, 64", "mss, iid, 2"],
 )
-def test_int4_drafts_leave_the_law_alone_whose_rows_depend_on_how_many_there_are(
-    tmp_path: Path, options: dict[str, Any], batch: int
-) -> None:
+def test_int4_drafts_leave_the_law_as_it_is(tmp_path: Path, options: dict[str, Any], batch: int) -> None:
     """A draft in int4 may compute few rows otherwise than many (kernels/quantized.py): both within a run."""
     quantized = write_tiny(tmp_path, kernels("native"), "int4", **SHAPE)
     drafted = {"drafts": ["similar", "stranger"], "expansion": (2, 2), "max_batch_size": batch, **options}
