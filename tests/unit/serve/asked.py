@@ -33,12 +33,16 @@ class Asked:
         raw = self.tokenizer.bytes_of
         return [b"".join(map(raw, work.prompt_token_ids)).decode() for work in self.backend.works]
 
+    def form(self, number: int = 0) -> str:
+        """Return the source of the form that an answer is held to, or nothing."""
+        held = self.backend.works[number].params.structured_output
+        return "" if held is None else held.source
+
     def ok(self, path: str, **body: Any) -> dict[str, Any]:
         """Return the answer to a request that is served."""
         answer = self.http.post(path, json=body)
         assert answer.status_code == 200, answer.text
-        found: dict[str, Any] = answer.json()
-        return found
+        return dict(answer.json())
 
     def refused(self, path: str, **body: Any) -> tuple[int, str | None, str]:
         """Return status, parameter and message of an error in OpenAI's format."""

@@ -10,6 +10,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from specinfer.tokenizer import Tokenizer
+from tests.schemas import closed
 from tests.scripted_server import MODEL, Script
 from tests.unit.serve.asked import HI, Asked, named_events
 
@@ -35,12 +36,11 @@ class MessagesServer(Asked):
     def refusal(self, **body: Any) -> tuple[int, str, str]:
         """Return status, type and message of an error in Anthropic's format."""
         answer = self.post(**body)
-        body = answer.json()
-        assert set(body) == {"type", "error", "request_id"}
-        assert body["type"] == "error"
-        assert body["request_id"] == answer.headers["x-request-id"]
-        assert set(body["error"]) == {"type", "message"}
-        return answer.status_code, body["error"]["type"], body["error"]["message"]
+        found = answer.json()
+        error = found.pop("error")
+        assert found == {"type": "error", "request_id": answer.headers["x-request-id"]}
+        assert set(error) == {"type", "message"}
+        return answer.status_code, error["type"], error["message"]
 
 
 def start(index: int, **block: Any) -> dict[str, Any]:
@@ -56,6 +56,11 @@ def more(index: int, kind: str, **text: str) -> dict[str, Any]:
 def stop(index: int) -> dict[str, Any]:
     """The event that closes a block."""
     return {"type": "content_block_stop", "index": index}
+
+
+def prompt_tokens(usage: dict[str, Any]) -> int:
+    """Return the tokens of a message's prompt: the cached ones, those up to the last mark, and the rest."""
+    return sum(usage[f"{kind}input_tokens"] for kind in ("", "cache_read_", "cache_creation_"))
 
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -74,9 +79,7 @@ class ResponsesServer(Asked):
 
     def __init__(self, tokenizer: Tokenizer, *answers: Script, **options: Any) -> None:
         super().__init__(tokenizer, *answers, **options)
-        client = openai.OpenAI(
-            api_key="none", base_url="http://server/v1", http_client=self.http, max_retries=0
-        )
+        client = openai.OpenAI(api_key="x", base_url="http://server/v1", http_client=self.http, max_retries=0)
         self.responses = client.responses
 
     def create(self, asked: Any = "Hi", **more: Any) -> Response:
@@ -111,12 +114,7 @@ TEMPLATE = (
     "{% if thinks or enable_thinking %}<think>{{ '\n' }}"
     "{% elif enable_thinking is false %}<think></think>{% endif %}"
 )
-PLACE = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
+PLACE = closed({"city": {"type": "string"}})
 ROME, OSLO = '{"city": "Rome"}', '{"city": "Oslo"}'
 
 

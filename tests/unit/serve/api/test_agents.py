@@ -13,6 +13,7 @@ from openai.types.responses import Response
 from specinfer.request import Delta, FinishReason
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import says
+from tests.unit.serve.api.servers import prompt_tokens
 from tests.unit.serve.asked import BODIES, HI, Asked, named_events
 from tests.unit.serve.conftest import TEMPLATE  # noqa: F401 - `tokenizer` reads it
 
@@ -21,11 +22,7 @@ SHELL = {"name": "shell", "description": "Runs a command.", "parameters": SCHEMA
 HOSTED: list[dict[str, Any]] = [
     {"type": "web_search", "external_web_access": False},
     {"type": "local_shell"},
-    {
-        "type": "custom",
-        "name": "apply_patch",
-        "format": {"type": "grammar", "syntax": "lark", "definition": "x"},
-    },
+    {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark"}},
     {"type": "namespace", "name": "mcp__files", "tools": [{"type": "function", **SHELL}]},
 ]
 CODEX: dict[str, Any] = {
@@ -34,61 +31,44 @@ CODEX: dict[str, Any] = {
     "input": [
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Rules"}]},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "List files"}]},
-        {
-            "type": "reasoning",
-            "summary": [{"type": "summary_text", "text": "s"}],
-            "encrypted_content": "gAAA",
-        },
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "encrypted_content": "g"},
         {"type": "message", "role": "assistant", "phase": "commentary", "content": "I look."},
         {"type": "function_call", "call_id": "call_1", "name": "shell", "arguments": '{"command": "ls"}'},
         {"type": "function_call_output", "call_id": "call_1", "output": "a.py"},
     ],
     "tools": [{"type": "function", "strict": False, **SHELL}, *HOSTED],
-    "tool_choice": "auto",
-    "parallel_tool_calls": True,
+    **{"tool_choice": "auto", "parallel_tool_calls": True, "store": False, "stream": True},
     "reasoning": {"effort": "medium", "summary": "auto", "context": "all_turns"},
-    "store": False,
-    "stream": True,
     "include": ["reasoning.encrypted_content", "web_search_call.action.sources"],
-    "prompt_cache_key": "0199-aa",
-    "text": {"verbosity": "low"},
-    "client_metadata": {"x-codex-installation-id": "1"},
-    "service_tier": "priority",
-    "truncation": "auto",
+    **{"prompt_cache_key": "0199-aa", "service_tier": "priority", "truncation": "auto"},
+    **{"text": {"verbosity": "low"}, "client_metadata": {"x-codex-installation-id": "1"}},
     "stream_options": {"include_obfuscation": False},
 }
 LINE = "x-anthropic-billing-header: cc_version=2.1.{0}.abc; cc_entrypoint=cli; cch={0}f3b;"
 EPHEMERAL = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+THOUGHT = {"type": "thinking", "thinking": "Hm", "signature": "unsigned"}
+CALLING = {"type": "tool_use", "id": "t1", "name": "shell", "input": {}, "caller": {"type": "direct"}}
+CALLED = {"name": "shell", "description": "Runs a command.", "input_schema": SCHEMA}
+CALLED |= {"eager_input_streaming": True, "defer_loading": True, "allowed_callers": ["direct"]}
+
+
+def text_of(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
 CLAUDE_CODE: dict[str, Any] = {
     "model": "claude-opus-5",
     "max_tokens": 32000,
-    "system": [
-        {"type": "text", "text": LINE.format(15)},
-        {"type": "text", "text": "You are an agent.", **EPHEMERAL},
-    ],
+    "system": [text_of(LINE.format(15)), text_of("You are an agent.") | EPHEMERAL],
     "messages": [
-        {"role": "user", "content": [{"type": "text", "text": "List files", **EPHEMERAL}]},
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "Hm", "signature": "unsigned"},
-                {"type": "tool_use", "id": "t1", "name": "shell", "input": {}, "caller": {"type": "direct"}},
-            ],
-        },
+        {"role": "user", "content": [text_of("List files") | EPHEMERAL]},
+        {"role": "assistant", "content": [THOUGHT, CALLING]},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "a.py"}]},
     ],
-    "tools": [
-        {
-            **{"name": "shell", "description": "Runs a command.", "input_schema": SCHEMA},
-            **{"eager_input_streaming": True, "defer_loading": True, "allowed_callers": ["direct"]},
-        },
-        {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
-    ],
+    "tools": [CALLED, {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}],
     "thinking": {"type": "adaptive", "display": "summarized"},
-    "output_config": {"effort": "medium"},
     "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-    "metadata": {"user_id": "u"},
-    "speed": "fast",
+    **{"output_config": {"effort": "medium"}, "metadata": {"user_id": "u"}, "speed": "fast"},
     "diagnostics": {"previous_message_id": "m"},
 }
 
@@ -101,9 +81,7 @@ def post(
     return [server.http.post(path, json=body) for body in bodies], server.prompts
 
 
-def test_codex_is_answered_with_its_functions_alone(
-    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_codex_gets_its_functions_alone(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "specinfer"):
         # The effort opens the reasoning of the template.
         answers, prompts = post(tokenizer, "/responses", CODEX, CODEX, text="Hm</think>Done")
@@ -129,18 +107,14 @@ def test_codex_is_answered_with_its_functions_alone(
 
 
 def test_a_choice_of_a_tool_that_is_left_out_is_refused(tokenizer: Tokenizer) -> None:
-    server_tool = {"type": "web_search_20250305", "name": "web_search"}
+    hosted = {"type": "web_search_20250305", "name": "web_search"}
     chat = [{"type": "function", "function": SHELL}, {"type": "custom", "custom": {"name": "patch"}}]
     for path, body, word in (
         ("/responses", {"input": "Hi", "tools": HOSTED, "tool_choice": {"type": "web_search"}}, "web_search"),
         ("/responses", {"input": "Hi", "tools": HOSTED, "tool_choice": "required"}, "needs functions"),
         ("/chat/completions", {"messages": HI, "tools": chat, "tool_choice": {"type": "custom"}}, "custom"),
-        (
-            "/messages",
-            {"tools": [server_tool], "tool_choice": {"type": "tool", "name": "web_search"}},
-            "needs",
-        ),
-        ("/messages", {"tools": [server_tool], "tool_choice": {"type": "any"}}, "web_search_20250305"),
+        ("/messages", {"tools": [hosted], "tool_choice": {"type": "tool", "name": "web_search"}}, "needs"),
+        ("/messages", {"tools": [hosted], "tool_choice": {"type": "any"}}, "web_search_20250305"),
     ):
         if path == "/messages":
             body = {"messages": HI, "max_tokens": 5, **body}
@@ -156,7 +130,7 @@ def test_a_choice_of_a_tool_that_is_left_out_is_refused(tokenizer: Tokenizer) ->
 
 
 def test_claude_codes_accounting_line_is_no_part_of_the_prompt(tokenizer: Tokenizer) -> None:
-    later = CLAUDE_CODE | {"system": [{"type": "text", "text": LINE.format(99)}, CLAUDE_CODE["system"][1]]}
+    later = CLAUDE_CODE | {"system": [text_of(LINE.format(99)), CLAUDE_CODE["system"][1]]}
     without = CLAUDE_CODE | {"system": CLAUDE_CODE["system"][1:]}
     answers, prompts = post(tokenizer, "/messages", CLAUDE_CODE, later, without)
     for answer in answers:
@@ -164,7 +138,7 @@ def test_claude_codes_accounting_line_is_no_part_of_the_prompt(tokenizer: Tokeni
         assert answer.json()["model"] == "scripted"
     assert len(set(prompts)) == 1
     assert "<system>You are an agent.<user>List files" in prompts[0]
-    long = CLAUDE_CODE | {"system": [{"type": "text", "text": "x-" + "a-" * 50_000 + " " * 50_000 + "b"}]}
+    long = CLAUDE_CODE | {"system": [text_of("x-" + "a-" * 50_000 + " " * 50_000 + "b")]}
     began = time.monotonic()
     post(tokenizer, "/messages", long)
     assert time.monotonic() - began < 5, "a line that is only like it is read once"
@@ -172,13 +146,8 @@ def test_claude_codes_accounting_line_is_no_part_of_the_prompt(tokenizer: Tokeni
     _, [prompt] = post(tokenizer, "/messages", alone)
     assert "<system>" not in prompt
     for text in ("See x-anthropic-billing-header: a", f"{LINE}\nBe brief.", "x-billing: a"):
-        _, [prompt] = post(tokenizer, "/messages", CLAUDE_CODE | {"system": [{"type": "text", "text": text}]})
+        _, [prompt] = post(tokenizer, "/messages", CLAUDE_CODE | {"system": [text_of(text)]})
         assert text in prompt, "only a whole line of that kind is left out"
-
-
-def prompt_tokens(usage: dict[str, Any]) -> int:
-    """Return the tokens of a message's prompt: the cached ones, those up to the last mark, and the rest."""
-    return sum(usage[f"{kind}input_tokens"] for kind in ("", "cache_read_", "cache_creation_"))
 
 
 def test_the_start_of_a_message_never_knows_its_end(tokenizer: Tokenizer) -> None:
@@ -214,15 +183,10 @@ def test_tokens_are_counted_beforehand_as_usage_counts_them(tokenizer: Tokenizer
     messages = [plain, CLAUDE_CODE, plain | {"thinking": {"type": "enabled", "budget_tokens": 8}}]
     counted, _ = post(tokenizer, "/messages/count_tokens", *messages)
     made, _ = post(tokenizer, "/messages", *({"max_tokens": 9, **body} for body in messages))
-    assert [one.json()["input_tokens"] for one in counted] == [
-        prompt_tokens(one.json()["usage"]) for one in made
-    ]
-    [empty, text, wrong], _ = post(
-        *(tokenizer, "http://server/tokenize"),
-        {"prompt": ""},
-        {"prompt": "ab"},
-        {"prompt": "a", "tools": tools},
-    )
+    for one, other in zip(counted, made, strict=True):
+        assert one.json()["input_tokens"] == prompt_tokens(other.json()["usage"])
+    texts = ({"prompt": ""}, {"prompt": "ab"}, {"prompt": "a", "tools": tools})
+    [empty, text, wrong], _ = post(tokenizer, "http://server/tokenize", *texts)
     assert (empty.json()["count"], text.json()["count"], wrong.status_code) == (0, 2, 400)
 
 

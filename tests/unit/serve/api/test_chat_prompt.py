@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,7 @@ TEMPLATE = (
 def ask(server: Asked, **body: Any) -> dict[str, Any]:
     """The answer to a conversation."""
     answer = server.http.post("/chat/completions", json={"messages": HI} | body)
-    reply: dict[str, Any] = answer.json() | {"status": answer.status_code}
-    return reply
+    return {**answer.json(), "status": answer.status_code}
 
 
 def test_an_answer_that_has_a_form_has_it_behind_the_reasoning(tokenizer: Tokenizer) -> None:
@@ -41,9 +41,8 @@ def test_an_answer_that_has_a_form_has_it_behind_the_reasoning(tokenizer: Tokeni
         server = Asked(tokenizer, says('\nhm\n</think>\n\n{"a": 1}'))
         message = ask(server, **form)["choices"][0]["message"]
         assert (message["reasoning_content"], message["content"]) == ("hm", '{"a": 1}'), form
-        held = server.backend.works[0].params.structured_output
-        assert held is not None, form
-        assert held.preamble.startswith("preamble: close gap?"), form
+        preamble = server.backend.works[0].params.structured_output.preamble
+        assert preamble.startswith("preamble: close gap?"), form
 
 
 def test_reasoning_is_bounded_by_the_request_its_effort_or_the_server(tokenizer: Tokenizer) -> None:
@@ -93,9 +92,7 @@ def test_every_api_counts_the_tokens_of_reasoning(tokenizer: Tokenizer) -> None:
             assert [one for one in ends if one][-1][details] == whole[details], (path, more)
 
 
-def test_a_budget_for_a_model_that_does_not_reason_is_logged_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_budget_without_reasoning_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     server = Asked(byte_tokenizer(tmp_path, "{{ messages[0].content }}"))
     for budget in (-1, 7, 8):
         assert ask(server, thinking_token_budget=budget)["status"] == 200
@@ -110,28 +107,21 @@ def test_reasoning_that_the_template_closed_is_not_reopened(tokenizer: Tokenizer
     assert server.backend.works[0].params.preamble is None
 
 
-def test_schemas_and_templates_are_read_while_others_are_answered(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_schemas_are_read_in_other_threads(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     where: dict[str, int] = {}
 
-    def watch(work: str, real: Any) -> None:
-        def watched(*given: Any, **more: Any) -> Any:
-            where[work] = threading.get_ident()
-            return real(*given, **more)
-
-        monkeypatch.setattr(chat_prompt, work, watched)
+    def watched(work: str, real: Any, *given: Any, **more: Any) -> Any:
+        where[work] = threading.get_ident()
+        return real(*given, **more)
 
     for work in ("read_tools", "call_grammar", "for_template"):
-        watch(work, getattr(chat_prompt, work))
+        monkeypatch.setattr(chat_prompt, work, partial(watched, work, getattr(chat_prompt, work)))
     assert ask(Asked(tokenizer), tools=[{"type": "function", "function": {"name": "f"}}])["status"] == 200
     assert len(where) == 3
     assert threading.get_ident() not in where.values()
 
 
-def test_a_prompt_that_cannot_fit_is_refused_before_it_is_rendered(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_fit_is_refused_unrendered(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*given: Any, **more: Any) -> Any:
         raise AssertionError("it was looked at")
 
@@ -151,5 +141,4 @@ def test_arguments_that_nest_too_deep_for_the_template_are_the_callers_fault(tok
     deep = '{"a": ' * 500 + "1" + "}" * 500
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": deep}}
     answer = ask(Asked(tokenizer), messages=[*HI, {"role": "assistant", "tool_calls": [call]}])
-    assert answer["status"] == 400
-    assert answer["error"]["param"] == "messages"
+    assert (answer["status"], answer["error"]["param"]) == (400, "messages")

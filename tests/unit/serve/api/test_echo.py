@@ -23,14 +23,7 @@ pytestmark = pytest.mark.thorough
 
 PROMPTS = [list(b"one two one two"), list(b"x"), list("née".encode())]
 # Request of lm-evaluation-harness' local-completions for log-likelihoods.
-HARNESS: dict[str, Any] = {
-    "model": "tiny",
-    "temperature": 0,
-    "max_tokens": 1,
-    "logprobs": 1,
-    "seed": 1234,
-    "echo": True,
-}
+HARNESS: dict[str, Any] = {"model": "tiny", "temperature": 0, "logprobs": 1, "seed": 1234, "echo": True}
 
 
 @pytest.fixture(scope="module")
@@ -118,9 +111,7 @@ def test_zero_tokens_are_allowed_without_echo_and_in_a_conversation(served: Serv
 
 def test_offsets_are_places_in_the_text(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_folder(tmp_path))
-    special = tokenizer.special_id("<s>")
-    assert special is not None
-    ids = [special, *"aéb".encode()]
+    ids = [*tokenizer.encode("<s>", add_special=False), *"aéb".encode()]
     shape = CompletionLogprobs(1, tokenizer)
     first = shape.add(ids[:3], [None, {ids[1]: Logprob(-1.0, 1, "a")}, {ids[2]: Logprob(-2.0, 1, "\ufffd")}])
     assert first["text_offset"] == [0, 0, 1]  # a special token is no text

@@ -15,13 +15,7 @@ from tokenizers import AddedToken
 from specinfer.request import FinishReason
 from specinfer.serve.api.infill import Infill, InfillFields
 from specinfer.tokenizer import Tokenizer
-from tests.scripted_server import (
-    MODEL,
-    ScriptedBackend,
-    byte_tokenizer,
-    says,
-    scripted_service,
-)
+from tests.scripted_server import MODEL, ScriptedBackend, byte_tokenizer, says, scripted_service
 from tests.unit.serve.asked import Asked, chunks
 
 MARKS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>")
@@ -52,18 +46,9 @@ def test_an_infill_in_one_piece_has_these_fields(tokenizer: Tokenizer) -> None:
     assert answer.pop("metrics")["speculative_decoding"]["num_spec_steps"] == 0
     timings = answer.pop("timings")
     assert answer == {
-        "index": 0,
-        "content": "12",
-        "tokens": [],
-        "stop": True,
-        "model": MODEL,
-        "tokens_predicted": 2,
-        "tokens_evaluated": 16,
-        "has_new_line": False,
-        "truncated": False,
-        "tokens_cached": 4,
-        "stop_type": "eos",
-        "stopping_word": "",
+        **{"index": 0, "content": "12", "tokens": [], "has_new_line": False, "truncated": False},
+        **{"stop": True, "stop_type": "eos", "stopping_word": "", "model": MODEL},
+        **{"tokens_predicted": 2, "tokens_evaluated": 16, "tokens_cached": 4},
     }
     assert (timings["cache_n"], timings["prompt_n"], timings["predicted_n"]) == (4, 12, 2)
     assert (timings["draft_n"], timings["draft_n_accepted"]) == (0, 0)
@@ -124,8 +109,7 @@ def test_an_answer_ends_with_a_line_when_its_time_is_over(tokenizer: Tokenizer) 
         fields = InfillFields(input_prefix="", input_suffix="", t_max_predict_ms=100)
         # A second between two looks at the clock.
         infill = Infill(service, fields, clock=itertools.count().__next__)
-        content: str = (await infill.whole())["content"]
-        return content
+        return str((await infill.whole())["content"])
 
     assert asyncio.run(run()) == "xy\n"
 
@@ -166,9 +150,7 @@ def test_unsupported_values_are_refused(tokenizer: Tokenizer) -> None:
     assert (refused["param"], "/v1/completions" in refused["message"]) == ("trace", True)
 
 
-def test_a_file_that_cannot_fit_is_not_tokenized(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_fit_is_not_encoded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     encode = Tokenizer.encode_behind
 
@@ -189,22 +171,19 @@ def test_completions_take_a_suffix(tokenizer: Tokenizer) -> None:
     body = {"prompt": ["a = ", "b = "], "suffix": "\nprint()", "stop_token_ids": [7]}
     answer = server.http.post("/completions", json=body)
     assert [choice["text"] for choice in answer.json()["choices"]] == ["1", "2"]
-    assert server.prompts == [
-        f"<|fim_prefix|>{name} = <|fim_suffix|>\nprint()<|fim_middle|>" for name in "ab"
-    ]
+    asked = [f"<|fim_prefix|>{name} = <|fim_suffix|>\nprint()<|fim_middle|>" for name in "ab"]
+    assert server.prompts == asked
     assert server.backend.works[0].params.stop_token_ids == (7, 256, 257, 258, 259)
     server.http.post("/completions", json={"prompt": "a", "suffix": ""})
     assert server.prompts[-1] == "a"
     for body, param in (({"prompt": [1, 2]}, "prompt"), ({"prompt": "a", "echo": True}, "echo")):
-        refused = server.http.post("/completions", json={"suffix": "b"} | body)
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+        assert server.refused("/completions", **{"suffix": "b"} | body)[:2] == (400, param)
 
 
 def test_a_model_without_fill_in_tokens_is_refused(tmp_path: Path) -> None:
     server = Filling(byte_tokenizer(tmp_path), says("1"))
-    refused = server.http.post("/completions", json={"prompt": "a", "suffix": "b"})
-    error = refused.json()["error"]
-    assert (refused.status_code, error["param"]) == (400, "suffix")
-    assert "looked for <|fim_prefix|>, <fim_prefix>" in error["message"]
+    status, param, message = server.refused("/completions", prompt="a", suffix="b")
+    assert (status, param) == (400, "suffix")
+    assert "looked for <|fim_prefix|>, <fim_prefix>" in message
     assert server.post().json()["error"]["param"] == "input_suffix"
     assert server.backend.works == []

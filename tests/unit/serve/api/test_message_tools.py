@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
-
-import pytest
 
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import byte_tokenizer, says
@@ -31,9 +30,7 @@ def test_reasoning_text_and_calls_are_blocks(tokenizer: Tokenizer) -> None:
     [shown, _] = json.loads(server.prompts[0].split("\n")[0].removeprefix("tools: "))
     described = {"name": "weather", "description": "What it is like.", "parameters": PLACE}
     assert shown == {"type": "function", "function": described}
-    held = server.backend.works[0].params.structured_output
-    assert held is not None
-    assert '"city"' in held.source
+    assert '"city"' in server.form()
 
 
 def test_calls_are_streamed_piece_by_piece(tokenizer: Tokenizer) -> None:
@@ -42,8 +39,7 @@ def test_calls_are_streamed_piece_by_piece(tokenizer: Tokenizer) -> None:
     written = ("<think>Hm.</think>", f"So.\n{begin}{ROME[:5]}", f"{ROME[5:]}}}\n</tool_call>")
     server = MessagesServer(tokenizer, says(*written))
     _, _, *events, last, _ = server.events(tools=[WEATHER])
-    name = events[7]["content_block"].pop("id")
-    assert name
+    assert events[7]["content_block"].pop("id")
     assert events == [
         start(0, type="thinking", thinking="", signature=""),
         more(0, "thinking_delta", thinking="Hm."),
@@ -69,11 +65,7 @@ def test_calls_and_results_are_sent_back(tokenizer: Tokenizer) -> None:
         {"type": "tool_result", "tool_use_id": oslo, "content": "no such place", "is_error": True},
         {"type": "text", "text": "Go on."},
     ]
-    turns = [
-        *HI,
-        {"role": "assistant", "content": first["content"]},
-        {"role": "user", "content": results},
-    ]
+    turns = [*HI, {"role": "assistant", "content": first["content"]}, {"role": "user", "content": results}]
     server.message(tools=[WEATHER], messages=turns)
     assert server.prompts[1].split("\n", 1)[1] == (
         "user: Hi\n"
@@ -92,11 +84,8 @@ def test_tool_choice_selects_the_tools(tokenizer: Tokenizer) -> None:
     for choice, calls in cases:
         server = MessagesServer(tokenizer, says("Rain."))
         server.message(tools=[WEATHER, TIME], tool_choice=choice)
-        held = server.backend.works[0].params.structured_output
-        source = "" if held is None else held.source
-        assert (
-            tuple(name for name in ("weather", "time") if f'"{name}"' in source.replace("\\", "")) == calls
-        ), choice
+        source = server.form().replace("\\", "")
+        assert tuple(name for name in ("weather", "time") if f'"{name}"' in source) == calls, choice
 
 
 def test_parallel_calls_can_be_disabled(tokenizer: Tokenizer) -> None:
@@ -110,15 +99,15 @@ def test_parallel_calls_can_be_disabled(tokenizer: Tokenizer) -> None:
 
 def test_complaints_about_tools_are_in_the_words_of_this_endpoint(tokenizer: Tokenizer) -> None:
     server = MessagesServer(tokenizer, says("Rain."))
-    odd = server.refusal(tools=[{"name": "time", "input_schema": {"type": "string"}}])
-    assert odd[2].startswith("tools[0].input_schema has the type 'string'")
-    named = server.refusal(tools=[TIME | {"name": "a b"}])
-    assert named[2].startswith("tools[0].name is 'a b'")
+    poem = {"type": "object", "properties": {"a": {"type": "string", "format": "poem"}}}
+    for tool, begins in (
+        ({"input_schema": {"type": "string"}}, "tools[0].input_schema has the type 'string'"),
+        ({"name": "a b"}, "tools[0].name is 'a b'"),
+        ({"input_schema": poem}, "tools[0].input_schema cannot be used: Unknown format: poem"),
+    ):
+        assert server.refusal(tools=[TIME | tool])[2].startswith(begins), tool
     missing = server.refusal(tools=[TIME], tool_choice={"type": "tool", "name": "x"})
     assert missing[2].startswith("tool_choice is 'x'")
-    poem = {"type": "object", "properties": {"a": {"type": "string", "format": "poem"}}}
-    strict = server.refusal(tools=[TIME | {"input_schema": poem}])
-    assert strict[2].startswith("tools[0].input_schema cannot be used: Unknown format: poem")
     for usual in (None, False):  # the keyword is left out
         server.message(tools=[TIME | {"input_schema": poem, "strict": usual}])
 
@@ -162,11 +151,8 @@ def test_thinking_is_bounded_by_either_field(tokenizer: Tokenizer) -> None:
 def test_reasoning_may_be_omitted(tokenizer: Tokenizer) -> None:
     server = MessagesServer(tokenizer, says("<think>Hm.</think>Four."))
     hidden = {"thinking": {"type": "adaptive", "display": "omitted"}}
-    message = server.message(**hidden)
-    assert message["content"] == [
-        {"type": "thinking", "thinking": "", "signature": "unsigned"},
-        {"type": "text", "text": "Four."},
-    ]
+    thought = {"type": "thinking", "thinking": "", "signature": "unsigned"}
+    assert server.message(**hidden)["content"] == [thought, {"type": "text", "text": "Four."}]
     events = server.events(**hidden)
     assert "thinking_delta" not in [one.get("delta", {}).get("type") for one in events]
 
@@ -179,11 +165,9 @@ def test_a_prefilled_answer_has_no_reasoning(tokenizer: Tokenizer) -> None:
     assert message["content"] == [{"type": "text", "text": " four."}]
 
 
-def test_thinking_has_no_effect_without_a_switch(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_thinking_has_no_effect_without_a_switch(tmp_path: Path) -> None:
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}{# </think> #}"
-    server = MessagesServer(
-        byte_tokenizer(tmp_path_factory.mktemp("thinks"), plain), says("<think>Hm.</think>Four.")
-    )
+    server = MessagesServer(byte_tokenizer(tmp_path, plain), says("<think>Hm.</think>Four."))
     for thinking in ({"type": "disabled"}, {"type": "enabled", "budget_tokens": 50}):
         content = server.message(thinking=thinking)["content"]
         assert [block["type"] for block in content] == ["thinking", "text"]

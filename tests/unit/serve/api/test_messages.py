@@ -8,7 +8,7 @@ from specinfer.request import Delta, FinishReason
 from specinfer.serve.backend.work import BackendError
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import FACTS, MODEL, says
-from tests.unit.serve.api.servers import MessagesServer, more, start, stop
+from tests.unit.serve.api.servers import MessagesServer, more, prompt_tokens, start, stop
 from tests.unit.serve.asked import HI
 
 
@@ -33,33 +33,19 @@ def test_a_message_in_one_piece_is_that_of_the_stream(tokenizer: Tokenizer) -> N
 def test_a_stream_has_these_events(tokenizer: Tokenizer) -> None:
     server = MessagesServer(tokenizer, says("Hel", "lo"))
     events = server.events()
-    name = events[0]["message"].pop("id")
-    assert name.startswith("msg_")
+    assert events[0]["message"].pop("id").startswith("msg_")
     assert events[-2].pop("metrics")["speculative_decoding"]["num_spec_steps"] == 0
-    before = {"input_tokens": 20, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-    rest = {"output_tokens_details": {"thinking_tokens": 0}, "service_tier": "standard"}
+    usage = {"input_tokens": 20, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+    usage |= {"output_tokens_details": {"thinking_tokens": 0}, "service_tier": "standard"}
+    begun = {"type": "message", "role": "assistant", "model": MODEL, "content": []}
+    begun |= {"stop_reason": None, "stop_sequence": None, "usage": usage | {"output_tokens": 0}}
+    ended = {"stop_reason": "end_turn", "stop_sequence": None}
     assert events == [
-        {
-            "type": "message_start",
-            "message": {
-                "type": "message",
-                "role": "assistant",
-                "model": MODEL,
-                "content": [],
-                "stop_reason": None,
-                "stop_sequence": None,
-                "usage": before | {"output_tokens": 0} | rest,
-            },
-        },
-        {"type": "ping"},
+        *({"type": "message_start", "message": begun}, {"type": "ping"}),
         start(0, type="text", text=""),
         *(more(0, "text_delta", text=text) for text in ("Hel", "lo")),
         stop(0),
-        {
-            "type": "message_delta",
-            "delta": {"stop_reason": "end_turn", "stop_sequence": None},
-            "usage": before | {"output_tokens": 5} | rest,
-        },
+        {"type": "message_delta", "delta": ended, "usage": usage | {"output_tokens": 5}},
         {"type": "message_stop"},
     ]
 
@@ -96,21 +82,17 @@ def test_a_message_of_no_text_has_no_blocks(tokenizer: Tokenizer) -> None:
 def test_turns_become_the_conversation(tokenizer: Tokenizer) -> None:
     marked = {"cache_control": {"type": "ephemeral"}}
 
-    def text(value: str) -> dict[str, Any]:
-        return {"type": "text", "text": value} | marked
+    def text(value: str, **more: Any) -> dict[str, Any]:
+        return {"type": "text", "text": value} | more
 
+    turns = [
+        by_user(text("One"), text("two", **marked)),
+        {"role": "user", "content": "three"},
+        by_assistant(text("Four", **marked, citations=None)),
+        *({"role": "system", "content": "Count on."}, {"role": "user", "content": "Five"}),
+    ]
     server = MessagesServer(tokenizer, says("Six"))
-    server.message(
-        system=[{"type": "text", "text": "Be brief."}, text("Be kind.")],
-        messages=[
-            {"role": "user", "content": [{"type": "text", "text": "One"}, text("two")]},
-            {"role": "user", "content": "three"},
-            {"role": "assistant", "content": [text("Four") | {"citations": None}]},
-            {"role": "system", "content": "Count on."},
-            {"role": "user", "content": "Five"},
-        ],
-        **marked,
-    )
+    server.message(system=[text("Be brief."), text("Be kind.", **marked)], messages=turns, **marked)
     assert server.prompts == [
         "system: Be brief.\nBe kind.\nuser: One\ntwo\nthree\nassistant: Four\nsystem: Count on.\n"
         "user: Five\nassistant: "
@@ -137,21 +119,17 @@ def test_a_form_holds_the_text(tokenizer: Tokenizer) -> None:
     for body in ({"output_config": {"format": form}}, {"output_format": form}):
         server = MessagesServer(tokenizer, says('{"city": "Rome"}'), [refused])
         server.message(**body)
-        assert '"city"' in server.backend.works[0].params.structured_output.source
+        assert '"city"' in server.form()
         refusal = (400, "invalid_request_error", "output_config.format.schema cannot be used")
         assert server.refusal(**body) == refusal
 
 
 def test_extensions_are_those_of_the_other_endpoints(tokenizer: Tokenizer) -> None:
     server = MessagesServer(tokenizer, says("hello"))
-    server.message(
-        regex="[a-z]+",
-        speculation={"max_nodes": 4},
-        prediction={"type": "content", "content": "hello"},
-        cache_salt="me",
-    )
+    guess = {"type": "content", "content": "hello"}
+    server.message(regex="[a-z]+", speculation={"max_nodes": 4}, prediction=guess, cache_salt="me")
     params = server.backend.works[0].params
-    assert params.structured_output is not None
+    assert server.form()
     assert (params.speculation.max_nodes, params.cache_salt) == (4, "me")
     assert len(params.prediction) == len("hello")
 
@@ -221,16 +199,11 @@ def test_marks_pin_the_prefix_that_they_end(tokenizer: Tokenizer) -> None:
         usage = server.message(**body)["usage"]
         assert server.backend.works[0].params.cache_pins == pins
         assert (usage["cache_read_input_tokens"], usage["cache_creation_input_tokens"]) == (read, created)
-        assert sum(usage[f"{kind}input_tokens"] for kind in ("", "cache_read_", "cache_creation_")) == len(
-            server.prompts[0]
-        )
-    image = {"type": "image", "source": {}, "cache_control": {"type": "ephemeral"}}
+        assert prompt_tokens(usage) == len(server.prompts[0])
+    image = {"type": "image", "source": {}} | top
     for refused, message in (
-        ({"messages": [{"role": "user", "content": [image]}]}, "messages[0].content[0] is of type 'image'"),
-        (
-            {"system": [{"type": "text", "text": "a"} | top] * 5},
-            "5 blocks have cache_control; allowed: at most 4; remove some",
-        ),
+        ({"messages": [by_user(image)]}, "messages[0].content[0] is of type 'image'"),
+        ({"system": [{"type": "text", "text": "a"} | top] * 5}, "5 blocks have cache_control; allowed: at m"),
     ):
         assert server.refusal(**refused)[2].startswith(message)
 
@@ -247,6 +220,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
 IMAGE_TYPE = str({"type": "image"})[1:-1]
 USE = {"type": "tool_use", "id": "toolu_1", "name": "time", "input": {}}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "noon"}
+PICTURED = RESULT | {"content": [IMAGE]}
 TIME = {"name": "time", "input_schema": {"type": "object"}}
 
 
@@ -300,10 +274,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [by_user(USE)]}, "messages[0].content[0]"),
     ({"messages": [by_assistant(RESULT)]}, "messages[0].content[0]"),
     ({"messages": [by_user(RESULT)]}, "messages[0].content[0].tool_use_id"),
-    (
-        {"messages": [by_assistant(USE), by_user(RESULT | {"content": [IMAGE]})]},
-        "messages[1].content[0].content[0]",
-    ),
+    ({"messages": [by_assistant(USE), by_user(PICTURED)]}, "messages[1].content[0].content[0]"),
     ({"messages": [*HI, by_assistant(USE)]}, "messages"),
     ({"messages": [*HI, by_assistant({"type": "thinking", "thinking": "Hm"})]}, "messages"),
     ({"system": [IMAGE]}, "system[0].type"),

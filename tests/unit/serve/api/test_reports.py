@@ -52,9 +52,8 @@ def test_a_token_that_is_half_in_the_text_has_half_its_bytes(tmp_path: Path) -> 
     write_byte_tokenizer(tmp_path, 256)
     file = tmp_path / "tokenizer.json"
     content = json.loads(file.read_text())
-    content["model"]["vocab"]["ab\u00c3\u00a9c"] = (
-        256  # the characters that stand for the bytes of ab, e acute, c
-    )
+    # The characters that stand for the bytes of ab, e acute, c.
+    content["model"]["vocab"]["ab\u00c3\u00a9c"] = 256
     file.write_text(json.dumps(content))
     tokenizer = Tokenizer.load(tmp_path)
     for text in ("", "a", "ab", "ab\u00e9", "ab\u00e9c"):

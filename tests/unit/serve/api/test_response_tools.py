@@ -12,13 +12,8 @@ from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import says
 from tests.unit.serve.api.servers import OSLO, PLACE, ROME, TEMPLATE, ResponsesServer, call, item  # noqa: F401 - `tokenizer` reads it
 
-WEATHER: Any = {
-    "type": "function",
-    "name": "weather",
-    "description": "What it is like.",
-    "parameters": PLACE,
-    "strict": True,
-}
+WEATHER: Any = {"type": "function", "name": "weather", "parameters": PLACE, "strict": True}
+WEATHER |= {"description": "What it is like."}
 TIME: Any = {"type": "function", "name": "time", "parameters": None, "strict": False}
 CALL = call("weather", ROME)
 
@@ -36,14 +31,11 @@ def test_a_call_is_a_separate_item(tokenizer: Tokenizer) -> None:
     assert [tool.to_dict() for tool in answer.tools] == [WEATHER, TIME | {"description": None}]
     assert (reply["tool_choice"], reply["parallel_tool_calls"]) == ("auto", False)
     assert server.prompts[0].endswith("]\nuser: Rain?\nassistant: ")
-    form = server.backend.works[0].params.structured_output
-    assert form is not None
-    assert '"city"' in form.source
+    assert '"city"' in server.form()
 
 
 def test_calls_are_streamed_piece_by_piece(tokenizer: Tokenizer) -> None:
     begin = '<tool_call>\n{"name": "weather", "arguments": '
-
     pieces = (begin, '{"city"', ': "Rome"}', "}\n</tool_call>\n", call("weather", OSLO))
     server = ResponsesServer(tokenizer, says(*pieces))
     events, types = server.stream(input="Rain?", tools=[WEATHER])
@@ -59,9 +51,8 @@ def test_calls_are_streamed_piece_by_piece(tokenizer: Tokenizer) -> None:
 
 
 def test_a_call_that_is_cut_off_is_incomplete(tokenizer: Tokenizer) -> None:
-    server = ResponsesServer(
-        tokenizer, says(CALL[: CALL.index('me"}')], reason=FinishReason.LENGTH), says("ok")
-    )
+    cut = says(CALL[: CALL.index('me"}')], reason=FinishReason.LENGTH)
+    server = ResponsesServer(tokenizer, cut, says("ok"))
     answer = server.create("Rain?", tools=[WEATHER])
     [called] = answer.output
     assert (answer.status, called.status) == ("incomplete", "incomplete")  # type: ignore[union-attr]
@@ -88,9 +79,7 @@ def test_results_and_earlier_calls_are_in_the_prompt(tokenizer: Tokenizer, kept:
             more["previous_response_id"] = answer.id
     parts = [{"type": "input_text", "text": "So"}, {"type": "input_text", "text": "?"}]
     server.create([*asked, {"role": "user", "content": parts}], **more)
-    rome, oslo = (
-        f'<tool_call>{{"name": "weather", "arguments": {given}}}</tool_call>' for given in (ROME, OSLO)
-    )
+    rome, oslo = (call("weather", place).replace("\n", "") for place in (ROME, OSLO))
     assert server.prompts[-1].split("\n", 1)[1] == (
         f"user: Rain?\nassistant: <think>Hm.</think>Well.{rome}\n"
         f"tool!: no\nassistant: {rome}{oslo}\ntool!: yes\nuser: So?\nassistant: "
@@ -100,12 +89,10 @@ def test_results_and_earlier_calls_are_in_the_prompt(tokenizer: Tokenizer, kept:
 def test_tool_choice_selects_a_function_or_none(tokenizer: Tokenizer) -> None:
     both: dict[str, Any] = {"asked": "Rain?", "tools": [WEATHER, TIME]}
     server = ResponsesServer(tokenizer, says(call("time", "{}")), says("{}"))
-    named = server.create(tool_choice={"type": "function", "name": "time"}, **both)
-    reply = named.to_dict()
-    assert reply["tool_choice"] == {"type": "function", "name": "time"}
-    form = server.backend.works[0].params.structured_output
-    assert form is not None
-    assert "weather" not in form.source
+    choice: Any = {"type": "function", "name": "time"}
+    assert server.create(tool_choice=choice, **both).to_dict()["tool_choice"] == choice
+    assert '"time' in server.form().replace("\\", "")
+    assert "weather" not in server.form()
     none = server.create(tool_choice="none", text={"format": {"type": "json_object"}}, **both)
     assert [item.type for item in none.output] == ["message"]
     assert "tools:" not in server.prompts[1]
@@ -124,13 +111,12 @@ def test_beside_a_form_an_answer_is_calls_or_the_form(tokenizer: Tokenizer) -> N
     assert reply.output_text == '{"rain": 1}'
     assert reply.to_dict()["text"]["format"] == form  # type: ignore[index]
     server.create(**both, tool_choice="required")
-    free, again, must = [work.params for work in server.backend.works]
-    assert free.structured_output is not None
-    assert "answer: calls | form" in free.structured_output.source
-    assert '"required": ["rain"]' in free.structured_output.source
-    assert again.structured_output == free.structured_output
-    assert must.structured_output is not None
-    assert "rain" not in must.structured_output.source
+    free, again, must = map(server.form, range(3))
+    assert "answer: calls | form" in free
+    assert '"required": ["rain"]' in free
+    assert again == free
+    assert must
+    assert "rain" not in must
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -183,13 +169,10 @@ def test_an_answer_may_end_within_its_reasoning(tokenizer: Tokenizer) -> None:
 
 def test_the_template_may_open_the_reasoning_and_gets_the_effort(tokenizer: Tokenizer) -> None:
     server = ResponsesServer(tokenizer, says("Hm.</think>Four."))
-    answer = server.create(
-        "2+2?", reasoning={"effort": "low"}, extra_body={"chat_template_kwargs": {"thinks": True}}
-    )
+    thinks = {"chat_template_kwargs": {"thinks": True}}
+    answer = server.create("2+2?", reasoning={"effort": "low"}, extra_body=thinks)
     assert server.prompts == ["user: 2+2?\nassistant: (low)<think>\n"]
     assert [item.type for item in answer.output] == ["reasoning", "message"]
-    assert answer.output_text == "Four."
-    assert answer.reasoning is not None
-    assert answer.reasoning.effort == "low"
+    assert (answer.output_text, answer.reasoning.effort) == ("Four.", "low")  # type: ignore[union-attr]
     unknown = {"chat_template_kwargs": {"odd": 1}}
     assert server.refusal(input="x", **unknown)[:2] == (400, "chat_template_kwargs")

@@ -13,30 +13,22 @@ from specinfer.serve.api.responses import ResponseStore
 from specinfer.serve.backend.work import BackendError
 from specinfer.serve.http.api_error import ApiError
 from specinfer.tokenizer import Tokenizer
-from tests.scripted_server import (
-    FACTS,
-    MODEL,
-    says,
-)
+from tests.scripted_server import FACTS, MODEL, says
 from tests.unit.serve.api.servers import EVENT, ResponsesServer, item
 
 
 def test_a_whole_answer_is_valid_for_the_client(tokenizer: Tokenizer) -> None:
     server = ResponsesServer(tokenizer, says("Hel", "lo", cached_tokens=4))
-    answer = server.create(
-        instructions="Be brief.", metadata={"a": "b"}, temperature=0, extra_body={"seed": 7, "top_k": 3}
-    )
+    given: Any = {"instructions": "Be brief.", "metadata": {"a": "b"}, "temperature": 0}
+    answer = server.create(**given, extra_body={"seed": 7, "top_k": 3})
     reply = answer.model_dump()
     Response.model_validate(reply)
-    assert answer.output_text == "Hello"
-    assert answer.status == "completed"
-    assert (answer.metadata, answer.instructions, answer.temperature) == ({"a": "b"}, "Be brief.", 0)
+    assert (answer.output_text, answer.status) == ("Hello", "completed")
+    assert {name: reply[name] for name in given} == given
     assert answer.usage.to_dict() == {
-        "input_tokens": 38,
+        **{"input_tokens": 38, "output_tokens": 5, "total_tokens": 43},
         "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0},
-        "output_tokens": 5,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": 43,
     }
     assert reply["metrics"]["speculative_decoding"]["num_spec_steps"] == 0
     assert server.prompts == ["system: Be brief.\nuser: Hi\nassistant: "]
@@ -65,8 +57,7 @@ def test_an_answer_that_is_cut_is_incomplete(tokenizer: Tokenizer) -> None:
     cut = FinishReason.LENGTH
     server = ResponsesServer(tokenizer, says("Hel", reason=cut), says("Hel", reason=cut), says("lo"))
     answer = server.create(max_output_tokens=3)
-    assert answer.status == "incomplete"
-    assert answer.incomplete_details.reason == "max_output_tokens"
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert answer.output[0].status == "incomplete"  # type: ignore[union-attr]
     events = server.events(model=MODEL, input="Hi", max_output_tokens=3)
     assert EVENT.validate_python(events[-1]).type == "response.incomplete"
@@ -224,22 +215,12 @@ def test_unsupported_values_are_refused_by_name(tokenizer: Tokenizer) -> None:
 
 def test_values_without_effect_are_accepted(tokenizer: Tokenizer) -> None:
     nothing: dict[str, Any] = {
-        "tools": [],
-        "tool_choice": "auto",
-        "parallel_tool_calls": True,
-        "background": False,
+        **{"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "max_tool_calls": 2},
         "reasoning": {"effort": "low", "summary": "detailed"},
         "text": {"format": {"type": "text"}, "verbosity": "low"},
-        "truncation": "auto",
-        "service_tier": "flex",
-        "n": 1,
-        "trace": False,
-        "user": "u",
-        "prompt_cache_key": "k",
-        "top_logprobs": 0,
+        **{"truncation": "auto", "service_tier": "flex", "n": 1, "trace": False, "background": False},
+        **{"user": "u", "prompt_cache_key": "k", "top_logprobs": 0, "conversation": None},
         "include": ["web_search_call.results"],
-        "max_tool_calls": 2,
-        "conversation": None,
     }
     server = ResponsesServer(tokenizer, says("a"))
     answer = server.http.post("/responses", json=nothing | {"input": "Hi"})
@@ -250,12 +231,8 @@ def test_values_without_effect_are_accepted(tokenizer: Tokenizer) -> None:
 
 
 def test_the_engines_complaint_names_this_endpoints_field(tokenizer: Tokenizer) -> None:
-    complaint = Delta(
-        "",
-        finish_reason=FinishReason.ERROR,
-        error="7 prompt tokens and max_tokens 9 need 16 KV cache positions; lower max_tokens",
-        parameter="max_tokens",
-    )
+    error = "7 prompt tokens and max_tokens 9 need 16 KV cache positions; lower max_tokens"
+    complaint = Delta("", finish_reason=FinishReason.ERROR, error=error, parameter="max_tokens")
     server = ResponsesServer(tokenizer, [complaint])
     _, param, message = server.refusal(input="Hi")
     assert param == "max_output_tokens"

@@ -78,12 +78,7 @@ def test_the_library_takes_them_where_no_parameters_are_given(tmp_path: Path) ->
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": False}))
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     (tmp_path / "other.jinja").write_text("<{{ messages[0].content }}>")
-    options: dict[str, Any] = {
-        "lookup": False,
-        "dtype": "float32",
-        "kv_cache_memory": 1 << 20,
-        "kernels": "torch",
-    }
+    options: dict[str, Any] = {"lookup": False, "dtype": "float32", "kv_cache_memory": 1 << 20}
     with LLM(folder, **options) as llm:
         assert llm.default_params == SamplingParams(temperature=0)
         once, again = (llm.generate("ab")[0].token_ids for _ in range(2))
