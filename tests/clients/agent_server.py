@@ -82,7 +82,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, listen(ServeConfig(port=0)) as listener:
         facts = replace(FACTS, max_context=1 << 20, max_length=1 << 20)
         app = scripted_app(byte_tokenizer(Path(folder), _TEMPLATE), AgentBackend(), facts=facts)
-        print(
-            f"specinfer serves http://127.0.0.1:{listener.getsockname()[1]}/v1", file=sys.stderr, flush=True
-        )
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        print(f"specinfer serves {url}", file=sys.stderr, flush=True)
         uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off")).run(sockets=[listener])

@@ -43,11 +43,10 @@ def main() -> None:
             write_tokenizer(resolve(args.model), Path(tokenizer))
             flags = ("--log-format", "json", "--served-model-name", args.model, "--call-format", "hermes")
             with Served(args.model, *flags) as server:
-                variables = {"ZOO_MODEL": args.model, "ZOO_TOKENIZER": tokenizer}
-                visits |= _visits(others, args.home, server, variables)
+                visits |= _visits(others, args.home, server, ZOO_MODEL=args.model, ZOO_TOKENIZER=tokenizer)
     if agents:
         with Served(MODEL, script=PROGRAM) as server:
-            visits |= _visits(agents, args.home, server, {"ZOO_MODEL": MODEL})
+            visits |= _visits(agents, args.home, server, ZOO_MODEL=MODEL)
     failed = [name for name, done in visits.items() if not done.passed]
     if args.page is not None:
         args.page.write_text("\n".join(page(chosen, visits, args.model)) + "\n", encoding="utf-8")
@@ -56,28 +55,23 @@ def main() -> None:
         sys.exit(f"failed: {', '.join(failed)}; see {args.home}/homes/NAME/log.txt")
 
 
-def _visits(
-    commands: Mapping[str, list[str]], home: Path, server: Served, variables: Mapping[str, str]
-) -> dict[str, Visit]:
+def _visits(commands: Mapping[str, list[str]], home: Path, server: Served, **given: str) -> dict[str, Visit]:
     visits = {}
     for name, words in commands.items():
-        visits[name] = visit(words, home / "homes" / name, server, {**variables, "ZOO_URL": server.url})
+        visits[name] = visit(words, home / "homes" / name, server, {**given, "ZOO_URL": server.url})
         print(_summary(name, visits[name]), flush=True)
     return visits
 
 
 def _arguments(names: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(names)}")
     parser.add_argument("--model", default="smollm2-135m", help="served model (default %(default)s)")
     parser.add_argument("--page", type=Path, help="write the results as a Markdown page")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specinfer-clients"
     home = Path(os.environ.get("SPECINFER_CLIENTS") or cache)
-    parser.add_argument(
-        "--home", type=Path, default=home, help="folder of the environments (SPECINFER_CLIENTS)"
-    )
+    parser.add_argument("--home", type=Path, default=home, help="environments' folder (SPECINFER_CLIENTS)")
     args = parser.parse_args()
     if unknown := sorted({*args.names} - {*names}):
         parser.error(f"unknown clients: {', '.join(unknown)}; allowed: {', '.join(names)}")

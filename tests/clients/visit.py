@@ -20,15 +20,10 @@ _OFFLINE: Final = {
     **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"),
     **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost"),
     **dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "DO_NOT_TRACK"), "1"),
+    **{f"PROMPTFOO_DISABLE_{name}": "1" for name in ("TELEMETRY", "UPDATE", "REMOTE_GENERATION")},
+    **dict.fromkeys(("OPENAI_AGENTS_DISABLE_TRACING", "VLLM_NO_USAGE_STATS", "PYTHONUNBUFFERED"), "1"),
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-    "OPENAI_AGENTS_DISABLE_TRACING": "1",
-    "HAYSTACK_TELEMETRY_ENABLED": "False",
-    "PROMPTFOO_DISABLE_TELEMETRY": "1",
-    "PROMPTFOO_DISABLE_UPDATE": "1",
-    "PROMPTFOO_DISABLE_REMOTE_GENERATION": "1",
-    "AIDER_ANALYTICS": "false",
-    "VLLM_NO_USAGE_STATS": "1",
-    "PYTHONUNBUFFERED": "1",
+    **{"HAYSTACK_TELEMETRY_ENABLED": "False", "AIDER_ANALYTICS": "false"},
 }
 # Variables that scripts inherit; API keys and model addresses of the machine are left out.
 _KEPT: Final = ("PATH", "LANG", "LC_ALL", "TMPDIR", "OMP_WAIT_POLICY")
@@ -69,9 +64,8 @@ def visit(command: Sequence[str], home: Path, server: Served, variables: Mapping
         ending = _run(command, home, environment, log)
     lines = [json.loads(line) for line in report.read_text("utf-8").splitlines()] if report.exists() else []
     plain = {line.get("plain") for line in lines}  # requests that scripts sent without their client
-    seen = [
-        line for line in _requests(server.log[start : _log_length(server)]) if line["request_id"] not in plain
-    ]
+    logged = _requests(server.log[start : _log_length(server)])
+    seen = [line for line in logged if line["request_id"] not in plain]
     checks = [Check(line["check"], line["passed"], line["note"]) for line in lines if "check" in line]
     if ending or not checks:
         checks.append(Check("the script runs to its end", False, ending or "no check ran"))

@@ -15,13 +15,8 @@ AFTER = BEFORE.replace("area", "surface")
 # A small model does not follow aider's edit format by itself. The server enforces it: aider sends the
 # `extra_body` of its model settings with each request.
 FORM = r"shapes\.py\n```\ndef surface\(width, height\):\n    return (width \* height|height \* width)\n```\n"
-SETTINGS = [
-    {
-        "name": f"openai/{MODEL}",
-        "edit_format": "whole",
-        "extra_params": {"max_tokens": 200, "extra_body": {"regex": FORM}},
-    }
-]
+PARAMS = {"max_tokens": 200, "extra_body": {"regex": FORM}}
+SETTINGS = [{"name": f"openai/{MODEL}", "edit_format": "whole", "extra_params": PARAMS}]
 QUIET = ("--no-check-update", "--analytics-disable", "--no-show-model-warnings", "--no-show-release-notes")
 PLAIN = ("--no-git", "--yes-always", "--no-pretty", "--no-auto-lint", "--no-detect-urls")
 

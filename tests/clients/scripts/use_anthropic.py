@@ -11,12 +11,8 @@ import anthropic
 from zoo import LISBON, MODEL, RIVERS, ROOT, WEATHER, ask, check, holds_to_weather, refused, says
 
 client = anthropic.Anthropic(base_url=ROOT, api_key="unused")
-ASKED = {
-    "model": MODEL,
-    "max_tokens": 32,
-    "messages": [{"role": "user", "content": RIVERS}],
-    "extra_body": {"temperature": 0},  # no longer a parameter of the client
-}
+ASKED = {"model": MODEL, "max_tokens": 32, "messages": [{"role": "user", "content": RIVERS}]}
+ASKED["extra_body"] = {"temperature": 0}  # no longer a parameter of the client
 TOOL = {"name": "weather", "description": "Returns the weather of a city.", "input_schema": WEATHER}
 TOOLS = {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "weather"}, "max_tokens": 200}
 CACHED = {"cache_control": {"type": "ephemeral"}}
@@ -27,8 +23,7 @@ def an_answer_is_that_of_chat_completions() -> None:
     answer = client.messages.create(**ASKED)
     [block] = answer.content
     assert block.text == says(RIVERS, max_tokens=32, temperature=0)
-    assert answer.stop_reason == "max_tokens"
-    assert answer.usage.output_tokens == 32
+    assert (answer.stop_reason, answer.usage.output_tokens) == ("max_tokens", 32)
 
 
 @check
@@ -55,8 +50,7 @@ def a_system_prompt_in_parts_is_read() -> None:
 @check
 def a_stop_text_ends_the_answer() -> None:
     answer = client.messages.create(**{**ASKED, "max_tokens": 200}, stop_sequences=["."])
-    assert answer.stop_reason == "stop_sequence"
-    assert answer.stop_sequence == "."
+    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", ".")
     assert "." not in answer.content[0].text
 
 

@@ -51,7 +51,6 @@ def parts_of_a_class_grow_in_a_stream() -> None:
 
 @check
 def lists_of_classes_are_read() -> None:
-    made = client(instructor.Mode.JSON_SCHEMA).chat.completions.create(
-        response_model=Iterable[Strict], **question(LISBON), **ASKED
-    )
+    asking = client(instructor.Mode.JSON_SCHEMA).chat.completions
+    made = asking.create(response_model=Iterable[Strict], **question(LISBON), **ASKED)
     assert all(isinstance(day, Weather) for day in made)

@@ -65,9 +65,7 @@ def a_prompt_is_continued() -> None:
 
 @check
 def messages_in_anthropics_shape_are_translated() -> None:
-    answer = litellm.anthropic.messages.create(
-        **{**AT, "messages": ASKED["messages"], "max_tokens": 32, "temperature": 0}
-    )
+    answer = litellm.anthropic.messages.create(**ASKED)
     assert answer["content"][0]["text"] == says(RIVERS, max_tokens=32, temperature=0)
 
 

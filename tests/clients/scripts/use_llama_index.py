@@ -9,14 +9,9 @@ from zoo import LISBON, MODEL, RIVERS, URL, check, says
 from zoo_forms import Weather, weather
 
 AT = {"model": MODEL, "api_base": URL, "api_key": "unused", "temperature": 0, "context_window": 8192}
-chat = OpenAILike(**AT, is_chat_model=True, is_function_calling_model=True, max_tokens=32)
-longer = OpenAILike(
-    **AT,
-    is_chat_model=True,
-    is_function_calling_model=True,
-    should_use_structured_outputs=True,
-    max_tokens=200,
-)
+AT |= {"is_chat_model": True, "is_function_calling_model": True}
+chat = OpenAILike(**AT, max_tokens=32)
+longer = OpenAILike(**AT, should_use_structured_outputs=True, max_tokens=200)
 QUESTION = [ChatMessage(role="user", content=RIVERS)]
 
 
@@ -48,9 +43,8 @@ def a_form_is_a_pydantic_class() -> None:
 
 @check
 async def an_agent_answers() -> None:
-    agent = FunctionAgent(
-        tools=[TOOL], llm=longer, system_prompt="Use the tool.", initial_tool_choice="weather"
-    )
+    told = {"system_prompt": "Use the tool.", "initial_tool_choice": "weather"}
+    agent = FunctionAgent(tools=[TOOL], llm=longer, **told)
     result = await agent.run(LISBON)
     assert any(call.tool_output.raw_output.startswith("21 degrees") for call in result.tool_calls)
     assert str(result)

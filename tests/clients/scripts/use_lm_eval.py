@@ -14,44 +14,22 @@ from zoo import MODEL, TOKENIZER, URL, ask, check
 CAPITALS = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Portugal": "Lisbon", "Japan": "Tokyo"}
 CHOICES = list(CAPITALS.values())
 LOCAL = {"dataset_path": "json", "test_split": "test", "doc_to_text": "The capital of {{country}} is"}
-TASKS: list[dict[str, Any]] = [
-    {
-        "task": "capital",
-        "output_type": "multiple_choice",
-        "doc_to_choice": CHOICES,
-        "doc_to_target": "{{city}}",
-    },
-    {
-        "task": "last_word",
-        "output_type": "loglikelihood",
-        "doc_to_target": " {{city}}",
-        "metric_list": [{"metric": "acc"}, {"metric": "perplexity"}],
-    },
-]
-Path("capitals.jsonl").write_text(
-    "".join(json.dumps({"country": country, "city": city}) + "\n" for country, city in CAPITALS.items())
-)
-for task in TASKS:
+CAPITAL = {"task": "capital", "output_type": "multiple_choice", "doc_to_choice": CHOICES}
+LAST_WORD = {"task": "last_word", "output_type": "loglikelihood", "doc_to_target": " {{city}}"}
+METRICS = {"metric_list": [{"metric": "acc"}, {"metric": "perplexity"}]}
+ROWS = [json.dumps({"country": country, "city": city}) for country, city in CAPITALS.items()]
+Path("capitals.jsonl").write_text("".join(f"{row}\n" for row in ROWS))
+for task in (CAPITAL | {"doc_to_target": "{{city}}"}, LAST_WORD | METRICS):
     local = {**LOCAL, "dataset_kwargs": {"data_files": {"test": str(Path("capitals.jsonl").resolve())}}}
     Path(f"{task['task']}.yaml").write_text(yaml.safe_dump({**local, **task}))
 
 
 def evaluated(tasks: list[str], **more: Any) -> dict:
     """Return the results of tasks, with samples; prompts are token ids unless `more` changes that."""
-    arguments = {
-        "model": MODEL,
-        "base_url": f"{URL}/completions",
-        "max_retries": 1,
-        "tokenizer": TOKENIZER,
-        **more,
-    }
-    return lm_eval.simple_evaluate(
-        model="local-completions",
-        model_args={"tokenizer_backend": "huggingface", **arguments},
-        tasks=tasks,
-        task_manager=TaskManager(include_path="."),
-        bootstrap_iters=0,
-    )
+    arguments = {"model": MODEL, "base_url": f"{URL}/completions", "max_retries": 1}
+    arguments |= {"tokenizer": TOKENIZER, "tokenizer_backend": "huggingface", **more}
+    given = {"tasks": tasks, "task_manager": TaskManager(include_path="."), "bootstrap_iters": 0}
+    return lm_eval.simple_evaluate(model="local-completions", model_args=arguments, **given)
 
 
 def likelihoods(results: dict, task: str) -> list[tuple[float, bool]]:

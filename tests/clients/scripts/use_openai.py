@@ -10,13 +10,8 @@ from pydantic import BaseModel
 from zoo import LISBON, MODEL, RIVERS, TOOL, URL, WEATHER, City, check, holds_to_weather, refused, says
 
 client = openai.OpenAI(base_url=URL, api_key="unused")
-ASKED = {
-    "model": MODEL,
-    "messages": [{"role": "user", "content": RIVERS}],
-    "max_tokens": 32,
-    "temperature": 0.8,
-    "seed": 7,
-}
+ASKED = {"model": MODEL, "messages": [{"role": "user", "content": RIVERS}]}
+ASKED |= {"max_tokens": 32, "temperature": 0.8, "seed": 7}
 NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
@@ -101,13 +96,8 @@ def a_streamed_call_is_the_whole_call() -> None:
 
 @check
 def a_form_is_a_pydantic_class() -> None:
-    answer = client.chat.completions.parse(
-        model=MODEL,
-        messages=[{"role": "user", "content": LISBON}],
-        response_format=Weather,
-        max_tokens=200,
-        temperature=0,
-    )
+    asked = {"messages": [{"role": "user", "content": LISBON}], "max_tokens": 200, "temperature": 0}
+    answer = client.chat.completions.parse(model=MODEL, response_format=Weather, **asked)
     assert isinstance(answer.choices[0].message.parsed, Weather)
 
 
@@ -127,9 +117,8 @@ def responses_go_on_from_an_earlier_one() -> None:
 def responses_call_tools_and_keep_forms() -> None:
     tool = {"type": "function", "name": "weather", "parameters": WEATHER, "strict": True}
     asked = {"model": MODEL, "input": LISBON, "temperature": 0, "max_output_tokens": 200}
-    answer = client.responses.create(
-        **asked, tools=[tool], tool_choice={"type": "function", "name": "weather"}
-    )
+    choice = {"type": "function", "name": "weather"}
+    answer = client.responses.create(**asked, tools=[tool], tool_choice=choice)
     [call] = [item for item in answer.output if item.type == "function_call"]
     assert holds_to_weather(call.arguments)
     assert isinstance(client.responses.parse(**asked, text_format=Weather).output_parsed, Weather)

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import agents
 import openai
-from agents import (
-    Agent,
-    ModelSettings,
-    OpenAIChatCompletionsModel,
-    OpenAIResponsesModel,
-    RunHooks,
-    Runner,
-    function_tool,
-)
+from agents import Agent, ModelSettings, RunHooks, Runner, function_tool
 from zoo import GREETING, LISBON, MODEL, URL, check, says
 from zoo_forms import Weather
 from zoo_forms import weather as plain_weather
 
 client = openai.AsyncOpenAI(base_url=URL, api_key="unused")
 weather = function_tool(plain_weather)
-MODELS = (OpenAIChatCompletionsModel(MODEL, client), OpenAIResponsesModel(MODEL, client))
+MODELS = (agents.OpenAIChatCompletionsModel(MODEL, client), agents.OpenAIResponsesModel(MODEL, client))
 SHORT = ModelSettings(temperature=0, max_tokens=200, include_usage=True)
 FORCED = ModelSettings(temperature=0, max_tokens=200, tool_choice="required", parallel_tool_calls=False)
 
@@ -77,14 +70,8 @@ class Once(RunHooks):
 @check
 async def tools_and_a_form_go_together() -> None:
     for model in MODELS:
-        agent = Agent(
-            name="guide",
-            model=model,
-            model_settings=FORCED,
-            tools=[weather],
-            output_type=Weather,
-            reset_tool_choice=False,
-        )
+        given = {"tools": [weather], "output_type": Weather, "reset_tool_choice": False}
+        agent = Agent(name="guide", model=model, model_settings=FORCED, **given)
         done = await Runner.run(agent, LISBON, max_turns=3, hooks=Once())
         assert isinstance(done.final_output, Weather)
 

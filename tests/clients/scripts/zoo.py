@@ -28,19 +28,11 @@ JSON = 'Copy this JSON object: {"city": "Lisbon", "warm": true}'
 # A small model may not end a free text, so fields are enumerations.
 City = Literal["Lisbon", "Porto"]
 Unit = Literal["celsius", "fahrenheit"]
-WEATHER = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "enum": list(get_args(City))},
-        "unit": {"type": "string", "enum": list(get_args(Unit))},
-    },
-    "required": ["city", "unit"],
-    "additionalProperties": False,
-}
-TOOL = {
-    "type": "function",
-    "function": {"name": "weather", "description": "Returns the weather of a city.", "parameters": WEATHER},
-}
+ENUMS = {"city": list(get_args(City)), "unit": list(get_args(Unit))}
+FIELDS = {name: {"type": "string", "enum": values} for name, values in ENUMS.items()}
+WEATHER = {"type": "object", "properties": FIELDS, "required": [*FIELDS], "additionalProperties": False}
+DESCRIBED = {"name": "weather", "description": "Returns the weather of a city.", "parameters": WEATHER}
+TOOL = {"type": "function", "function": DESCRIBED}
 
 
 _LOOP = asyncio.Runner()  # one for all checks, because clients keep connections, which belong to a loop
@@ -55,9 +47,7 @@ def check(body: Callable[[], Any]) -> None:
             _LOOP.run(done)
     except (Exception, SystemExit) as error:
         traceback.print_exc()
-        frames = [
-            frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == sys.argv[0]
-        ]
+        frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename == sys.argv[0]]
         message = " ".join(str(error).split()) or (frames[-1].line if frames else "")
         outcome["note"] = f"{type(error).__name__}: {message}"
     _report({**outcome, "passed": not outcome["note"]})
@@ -95,9 +85,7 @@ def says(question: str, **fields: Any) -> str:
 def holds_to_weather(arguments: dict[str, Any] | str) -> bool:
     """Return whether arguments of the tool satisfy its schema."""
     read = json.loads(arguments) if isinstance(arguments, str) else arguments
-    return (
-        read.keys() == {"city", "unit"} and read["city"] in get_args(City) and read["unit"] in get_args(Unit)
-    )
+    return read.keys() == ENUMS.keys() and all(read[name] in values for name, values in ENUMS.items())
 
 
 def _report(line: dict[str, Any]) -> None:
