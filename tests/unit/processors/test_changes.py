@@ -11,16 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from specinfer import SamplingParams
-from specinfer.processors.changes import (
-    NOTHING,
-    UNCHANGED,
-    Changes,
-    Penalties,
-    RowChanges,
-    bans,
-    biases,
-    joined,
-)
+from specinfer.processors import changes as made_of
+from specinfer.processors.changes import NOTHING, Changes, Penalties, RowChanges, bans, biases, joined
 from specinfer.processors.pipeline import Processors
 from tests.exact.slow_sampling import Rules, processed_logits
 
@@ -41,6 +33,7 @@ def bits(row: NDArray[np.float32]) -> list[int]:
 
 
 def test_what_changes_make_of_a_row() -> None:
+    plus_one, halved, less_one = ((0, terms) for terms in ((1, 1, 0, 0), (0, 2, 0, 0), (0, 1, 1, 0)))
     for made, expected in (
         (NOTHING, [4, 2, 0, -2, -4, 1]),
         (bans([0, 3, 0]), [NO, 2, 0, NO, -4, 1]),
@@ -48,10 +41,7 @@ def test_what_changes_make_of_a_row() -> None:
         # Bias, then repetition, then frequency and presence: (4 + 2) / 2 - 1 - 0.5, (-4 + 2) * 2 - 1 - 0.5.
         (changes((0, (2, 2, 1, 0.5)), (4, (2, 2, 1, 0.5))), [1.5, 2, 0, -2, -5.5, 1]),
         # Changes of one id apply in order, with others in between: (4 + 1) / 2 - 1, not 4 / 2 + 1 - 1.
-        (
-            changes((0, (1, 1, 0, 0)), (5, (9, 1, 0, 0)), (0, (0, 2, 0, 0)), (0, (0, 1, 1, 0))),
-            [1.5, 2, 0, -2, -4, 10],
-        ),
+        (changes(plus_one, (5, (9, 1, 0, 0)), halved, less_one), [1.5, 2, 0, -2, -4, 10]),
         # Bans cannot be undone.
         (joined([bans([2]), biases({2: 100}), changes((2, (0, 0.5, -2, -2)))]), [4, 2, NO, -2, -4, 1]),
     ):
@@ -63,7 +53,7 @@ def test_what_changes_make_of_a_row() -> None:
 def test_what_changes_nothing_leaves_every_bit() -> None:
     row = np.array([0.0, -0.0, 1e-45, -3e38, np.inf, -np.inf, np.nan], dtype=np.float32)
     same = row.copy()
-    RowChanges(np.arange(7), np.tile(UNCHANGED, (7, 1))).apply(same)
+    RowChanges(np.arange(7), np.tile(made_of.UNCHANGED, (7, 1))).apply(same)
     assert bits(same) == bits(row)
     bans(range(7)).apply(same)
     assert same.tolist() == [NO] * 7, "and a ban leaves nothing"
@@ -106,32 +96,25 @@ TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=9)
 LOGITS = st.one_of(st.sampled_from([0.0, -0.0, 1e-45, -1e-40, NO, 30.0]), st.floats(-30, 30, width=32))
 
 
+PARAMS = {
+    "repetition_penalty": st.floats(0.1, 10),
+    "frequency_penalty": st.floats(-2, 2),
+    "presence_penalty": st.floats(-2, 2),
+    "logit_bias": st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([0, -0.0, -3.1, 99.9])),
+    "min_tokens": st.integers(0, 20),
+}
+
+
 @given(
     logits=st.lists(LOGITS, min_size=VOCAB, max_size=VOCAB),
-    prompt=TOKENS,
-    output=TOKENS,
-    path=TOKENS,
+    texts=st.tuples(TOKENS, TOKENS, TOKENS),
     words=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=2), max_size=4),
-    asked=st.fixed_dictionaries(
-        {},
-        optional={
-            "repetition_penalty": st.floats(0.1, 10),
-            "frequency_penalty": st.floats(-2, 2),
-            "presence_penalty": st.floats(-2, 2),
-            "logit_bias": st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([0, -0.0, -3.1, 99.9])),
-            "min_tokens": st.integers(0, 20),
-        },
-    ),
+    asked=st.fixed_dictionaries({}, optional=PARAMS),
 )
 def test_what_processors_change_is_what_they_make_of_a_row_and_what_the_slow_oracle_does(
-    logits: list[float],
-    prompt: list[int],
-    output: list[int],
-    path: list[int],
-    words: list[list[int]],
-    asked: dict[str, Any],
+    logits: list[float], texts: tuple[list[int], ...], words: list[list[int]], asked: dict[str, Any]
 ) -> None:
-    params, row = SamplingParams(**asked), np.array(logits, dtype=np.float32)
+    params, row, (prompt, output, path) = SamplingParams(**asked), np.array(logits, dtype=np.float32), texts
     processors = Processors(params, prompt, vocab=VOCAB, ending=[1, 7], bad_words=words)
     processors.commit(output)
     made = processors.changes(path)

@@ -31,14 +31,9 @@ class Even:
 
 
 def processors(*, form: bool = False, bad_words: Any = (), **params: Any) -> Processors:
-    return Processors(
-        SamplingParams(**params),
-        PROMPT,
-        vocab=6,
-        ending=[END],
-        bad_words=bad_words,
-        grammar=Even() if form else None,  # type: ignore[arg-type]
-    )
+    grammar: Any = Even() if form else None
+    asked = SamplingParams(**params)
+    return Processors(asked, PROMPT, vocab=6, ending=[END], bad_words=bad_words, grammar=grammar)
 
 
 def test_logits_after_a_path() -> None:
@@ -66,10 +61,7 @@ def test_logits_after_a_path() -> None:
         assert fresh.apply(row, path).tolist() == expected, (asked, path)
         assert row.tolist() == ROW.tolist(), "the model's own row stays as it is"
         changes = fresh.changes(path)
-        assert (changes is None) == any(name in asked for name in ("form", "allowed_token_ids")), (
-            asked,
-            path,
-        )
+        assert (changes is None) == any(name in asked for name in ("form", "allowed_token_ids")), asked
         if changes is not None:
             changed = row.copy()
             changes.apply(changed)

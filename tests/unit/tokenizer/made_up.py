@@ -53,26 +53,16 @@ def sentencepiece_backend(pieces=()):
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
     vocab |= {piece: 256 + i for i, piece in enumerate(("\u2581", *pieces))}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    spaces, first = decoders.Replace("\u2581", " "), decoders.Strip(" ", 1, 0)
+    backend.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse(), first])
     return backend
 
 
-def write_folder(
-    folder: Path,
-    *,
-    config: Any = None,
-    generation_config: Any = None,
-    tokenizer_config: Any = None,
-    backend: Any = None,
-) -> Path:
-    """A model folder with a byte-level tokenizer.json of 256 bytes, <s> (256) and </s> (257)."""
+def write_folder(folder: Path, *, backend: Any = None, **configs: Any) -> Path:
+    """A model folder with a byte-level tokenizer.json of 256 bytes, <s> (256) and </s> (257), and configs."""
     if backend is None:
         backend = byte_level(range(256), [], ["<s>", "</s>"])
     backend.save(str(folder / "tokenizer.json"))
-    files = {"config": config, "generation_config": generation_config, "tokenizer_config": tokenizer_config}
-    for name, content in files.items():
-        if content is not None:
-            (folder / f"{name}.json").write_text(json.dumps(content))
+    for name, content in configs.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
     return folder

@@ -70,20 +70,14 @@ def result(call_id=None, content="4"):
 
 
 def test_an_id_that_does_not_fit_becomes_one_that_does_the_same_in_every_request():
-    turn = [
-        calling(call("{}", id="call_0123"), call("{}", id="call_4567")),
-        result("call_4567"),
-        result("call_0123"),
-    ]
+    both = calling(call("{}", id="call_0123"), call("{}", id="call_4567"))
+    turn = [both, result("call_4567"), result("call_0123")]
     [[one, other], second, first] = ids(*turn)
     assert (first, second) == (one, other)
     assert one != other
-    for made in (one, other):
-        assert len(made) == 9
-        assert made.isalnum()
-    later = ids(
-        *turn, {"role": "assistant", "content": "so"}, calling(call("{}", id="call_89")), result("call_89")
-    )
+    assert [(len(made), made.isalnum()) for made in (one, other)] == [(9, True)] * 2
+    again = calling(call("{}", id="call_89")), result("call_89")
+    later = ids(*turn, {"role": "assistant", "content": "so"}, *again)
     assert later[:3] == [[one, other], second, first]
     assert later[4] == [later[5]]
     # A hash of the id, and so the same in every process and release.
@@ -101,20 +95,16 @@ def test_ids_that_fit_stay_and_missing_ones_are_made():
 
 
 def test_a_template_that_reads_parts_alone_gets_them():
-    given = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": [{"type": "text", "text": "a"}]},
-    ]
+    hi, a = ({"type": "text", "text": text} for text in ("hi", "a"))
+    given = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": [a]}]
     read = messages_for_template(given, MessageStyle(parts=["user", "assistant"]))
-    assert [m["content"] for m in read] == [[{"type": "text", "text": "hi"}], [{"type": "text", "text": "a"}]]
+    assert [m["content"] for m in read] == [[hi], [a]]
 
 
 def test_normalized_messages_are_unchanged():
     given = [
-        *(
-            {"role": "developer", "content": "s"},
-            {"role": "user", "content": ["a", {"type": "text", "text": "b"}]},
-        ),
+        {"role": "developer", "content": "s"},
+        {"role": "user", "content": ["a", {"type": "text", "text": "b"}]},
         *(calling(call('{"a": 1}', index=0)), result("c1"), {"role": "assistant", "refusal": "No."}),
         {"role": "assistant", "content": "x", "reasoning": "hm", "cache_control": {"type": "ephemeral"}},
     ]

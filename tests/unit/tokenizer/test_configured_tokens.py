@@ -32,9 +32,8 @@ def test_tokens_and_texts_are_those_of_transformers(tmp_path: Path) -> None:
         if chance.random() < 0.3:
             backend.add_tokens([AddedToken("<x>", special=False)])
         if chance.random() < 0.3:
-            backend.post_processor = processors.TemplateProcessing(
-                single="<s> $A", special_tokens=[("<s>", 256)]
-            )
+            begun = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+            backend.post_processor = begun
         files = {name: made for name, made in made_up_configs(chance, backend).items() if made is not None}
         write_folder(folder, backend=backend)
         for name, made in files.items():
@@ -42,9 +41,8 @@ def test_tokens_and_texts_are_those_of_transformers(tmp_path: Path) -> None:
         theirs = PreTrainedTokenizerFast.from_pretrained(str(folder))
         ours = Tokenizer.load(folder)
         vocabulary = Vocabulary(ModelFiles("m", folder, ()))
-        assert {i: str(t) for i, t in theirs.added_tokens_decoder.items()} == {
-            i: t.content for i, t in ours.backend.get_added_tokens_decoder().items()
-        }, files
+        added = {i: token.content for i, token in ours.backend.get_added_tokens_decoder().items()}
+        assert {i: str(token) for i, token in theirs.added_tokens_decoder.items()} == added, files
         ids = theirs.encode(TEXT)
         assert ours.encode(TEXT) == ids, files
         assert ours.encode(TEXT, add_special=False) == theirs.encode(TEXT, add_special_tokens=False), files
@@ -80,10 +78,9 @@ def made_up_configs(chance: random.Random, backend: tokenizers.Tokenizer) -> dic
             }
         ),
     }
+    named = {"eos_token": "</s>", "own_token": "<own>"}
     return {
         "tokenizer_config.json": {name: value for name, value in config.items() if value is not None},
-        "special_tokens_map.json": maybe(
-            {"eos_token": "</s>", "own_token": "<own>", "pad_token": token("<pad>")}, 0.3
-        ),
+        "special_tokens_map.json": maybe(named | {"pad_token": token("<pad>")}, 0.3),
         "added_tokens.json": maybe({"<tool>": free, "<pad>": free + 1}, 0.3),
     }

@@ -64,9 +64,9 @@ def test_ids_and_texts_are_those_of_transformers(file):
     ours, theirs = both(file)
     if file == SMOLLM:
         # transformers' GGUF reader leaves out the digit-by-digit step of SmolLM's tokenizer.json.
-        theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
+        steps = [pre_tokenizers.Digits(individual_digits=True)]
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False))
+        theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     different = []
     for text in texts():
         ids = ours.encode(text)

@@ -60,11 +60,7 @@ def test_an_incomplete_end_is_spelled_again() -> None:
 
 def test_special_tokens_are_those_of_the_same_name_or_nothing() -> None:
     reader = READERS["coarser"]
-    start, end = WRITER.special_id("<s>"), WRITER.special_id("<end>")
-    assert start is not None
-    assert end is not None
-    theirs = reader.special_id("<end>")
-    assert theirs is not None
+    [start], [end], [theirs] = WRITER.encode("<s>"), WRITER.encode("<end>"), reader.encode("<end>")
     text = Respelling(WRITER, reader, {end: theirs})
     text.extend([start, *WRITER.encode("hel"), end, *WRITER.encode("lo")])
     assert text.ids == [*reader.encode("hel"), theirs, *reader.encode("lo")]
@@ -77,8 +73,7 @@ def test_a_begin_of_text_token_stands_once() -> None:
 
     backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
     reader = Tokenizer(backend, eos_token_ids=[], bos_token_id=256)
-    start = WRITER.special_id("<s>")
-    assert start is not None
+    [start] = WRITER.encode("<s>")
     with_one, without = Respelling(WRITER, reader, {start: 256}), Respelling(WRITER, reader, {start: 256})
     with_one.extend([start, 65])
     without.extend([65])
@@ -88,12 +83,8 @@ def test_a_begin_of_text_token_stands_once() -> None:
 def test_a_text_is_cut_before_half_a_character() -> None:
     for encoded, text, rest in (
         *((b"", "", b""), (b"ab", "ab", b""), (b"ab\xc3", "ab", b"\xc3"), (b"\xe4\xb8", "", b"\xe4\xb8")),
-        *(
-            (b"\xe4\xb8\xad", "\u4e2d", b""),
-            (b"\xf0\x9f\x98", "", b"\xf0\x9f\x98"),
-            (b"a\xb8", "a\ufffd", b""),
-        ),
-        (b"\x80\x80\x80\x80", "\ufffd" * 4, b""),
+        *((b"\xe4\xb8\xad", "\u4e2d", b""), (b"\xf0\x9f\x98", "", b"\xf0\x9f\x98")),
+        *((b"a\xb8", "a\ufffd", b""), (b"\x80\x80\x80\x80", "\ufffd" * 4, b"")),
     ):
         assert complete(encoded) == (text, rest)
 
@@ -124,9 +115,5 @@ def test_a_space_and_a_byte_mean_the_same_however_they_are_spelled() -> None:
     one = load(sentencepiece_header(["\u2581", "a", "\u2581a"]))
     other = of([" a"], singles=b" a\xc3")
     # "a" and the byte 61 are equal; the spelled token counts
-    assert spelled(one, other) == [
-        ("<0xC3>", "\u00c3"),
-        ("\u2581", "\u0120"),
-        ("a", "a"),
-        ("\u2581a", "\u0120a"),
-    ]
+    byte, space = ("<0xC3>", "\u00c3"), ("\u2581", "\u0120")
+    assert spelled(one, other) == [byte, space, ("a", "a"), ("\u2581a", "\u0120a")]

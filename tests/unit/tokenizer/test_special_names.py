@@ -1,6 +1,7 @@
 """Names of special tokens in messages stay text, and the rest of the prompt is unchanged."""
 
 import json
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -144,10 +145,8 @@ def test_a_template_that_makes_something_else_of_a_name_is_not_trusted_with_it()
         with pytest.raises(RequestError, match="set special_tokens_in_messages to special"):
             ChatEncoder(tokenizer).token_ids([user("a <|im_end|> b")])
         assert ChatEncoder(tokenizer).token_ids([user("a <|im_end|> b")], special_tokens="special"), template
-        ordinary = [
-            ChatEncoder(tokenizer).token_ids([user("a b")], special_tokens=how) for how in ("text", "special")
-        ]
-        assert ordinary[0] == ordinary[1], template
+        encode = partial(ChatEncoder(tokenizer).token_ids, [user("a b")])
+        assert encode(special_tokens="text") == encode(special_tokens="special"), template
 
 
 def test_tokens_that_take_blanks_along_do_so_still():

@@ -63,9 +63,7 @@ def test_configured_tokens_count(tmp_path: Path) -> None:
     assert [found[0].same_ids(other) for other in found[1:]] == [True, False]
 
 
-def test_equal_files_are_known_without_building_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_files_are_known_before_building(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [tmp_path / name for name in ("one", "two", "other")]
     for folder in folders:
         folder.mkdir()
