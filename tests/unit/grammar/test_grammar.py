@@ -14,68 +14,43 @@ from specinfer.grammar.grammar import Cursor, GrammarCompiler
 from specinfer.grammar.lark import lark_of_gbnf
 from specinfer.structured_output import structured_output
 from specinfer.tokenizer.gguf_vocabulary import read_vocabulary
-from tests.unit.grammar.vocabulary import (
-    END,
-    SCHEMAS,
-    SPECIAL,
-    TOKENIZER,
-    VOCAB,
-    accepts,
-    byte_id,
-    grammar_of,
-    ids,
-    legal,
-    legal_document,
-    schema_format,
-)
+from tests.schemas import closed
+from tests.unit.grammar import vocabulary as words
+from tests.unit.grammar.vocabulary import END, TOKENIZER, accepts, byte_id, grammar_of, ids, schema_format
 from tests.unit.tokenizer.made_up import sentencepiece_header
 
 
 def test_texts_of_the_form_and_no_others_are_legal():
+    json_object = {"response_format": {"type": "json_object"}}
+    few = schema_format({"type": "array", "items": {"enum": ["x", 1]}, "maxItems": 2})
+    spaced = 'preamble: (/[^;]*/ ";" form)?\nform: " "'
+    named = {"grammar": 'start: "{" preamble "}" // }\npreamble: "x"', "preamble": 'preamble: "a"*'}
+    quoted = ["yes", "no", "none", '\u00d6l/"\\']
     for asked, good, bad in (
         (
-            {"response_format": {"type": "json_object"}},
+            json_object,
             ["{}", '{"a": [1, {"b": null}]}', '{\n  "a": "\u00d6\\n"\n}'],
             ["[]", "3", '{"a": }', "{}}", '{"a" \n\n\n: 1}'],
         ),
-        (
-            {"response_format": schema_format({"type": "array", "items": {"enum": ["x", 1]}, "maxItems": 2})},
-            ["[]", '["x"]', '["x", 1]'],
-            ["[2]", "[1, 1, 1]", "{}"],
-        ),
+        ({"response_format": few}, ["[]", '["x"]', '["x", 1]'], ["[2]", "[1, 1, 1]", "{}"]),
         ({"regex": r"\d{3}-\d{4}"}, ["123-4567"], ["123-456", "1234567", "123-45678"]),
         ({"regex": "a/b\n\"c'|\\\\d"}, ["a/b\n\"c'", "\\d"], ["a/b", "d"]),
         ({"regex": "^(yes|no)$"}, ["yes", "no"], ["", "yesno"]),
         ({"regex": "[a-z]*"}, ["", "abc"], ["A"]),
-        (
-            {"choice": ["yes", "no", "none", '\u00d6l/"\\']},
-            ["yes", "no", "none", '\u00d6l/"\\'],
-            ["", "ye", "non"],
-        ),
+        ({"choice": quoted}, quoted, ["", "ye", "non"]),
         ({"choice": ["a|b", "c*"]}, ["a|b", "c*"], ["a", "b", "cc"]),
         ({"grammar": 'start: "hi" " "+ NAME\nNAME: /[A-Z][a-z]*/'}, ["hi Bo", "hi  X"], ["hi", "hi bo"]),
         ({"grammar": 'root ::= [a-z]+ "x" | "1"'}, ["ax", "xxx", "1"], ["x", "a", "1x"]),
         ({"grammar": 'root ::= "(" root? ")" | [a-z]+ "x"'}, ["()", "(())", "(abx)", "axx"], ["(", "(a)"]),
         (
-            {
-                "regex": "[a-z]{2}",
-                "preamble": 'preamble: (/[^;]*/ ";" form)?\nform: " "',
-            },  # names are each one's own
+            {"regex": "[a-z]{2}", "preamble": spaced},  # names are each one's own
             ["ab", "A1; ab", "; ab"],
             [" ab", "A1;ab", "A1;  ab", "A1; ab;", "A1; "],
         ),
-        (
-            {"grammar": 'start: "{" preamble "}" // }\npreamble: "x"', "preamble": 'preamble: "a"*'},
-            ["{x}", "aa{x}"],
-            ["aa", "{a}", "a{}"],
-        ),
+        (named, ["{x}", "aa{x}"], ["aa", "{a}", "a{}"]),
         ({"choice": ["b", "c"], "preamble": "preamble: /a+/"}, ["ab", "aac"], ["b", "a", "abb"]),
         ({"grammar": 'root ::= "b"', "preamble": "preamble: /a+/"}, ["ab"], ["b"]),
-        (
-            {"response_format": {"type": "json_object"}, "preamble": "preamble: /a*/"},
-            ["a{}", "{}"],
-            ["a []", "a {}"],
-        ),
+        (json_object | {"preamble": "preamble: /a*/"}, ["a{}", "{}"], ["a []", "a {}"]),
         ({"grammar": "root ::= [^a\\u00d6]{2} ."}, ["bc\n", "\u00e4b\U0001f600"], ["abc", "\u00d6bc", "bc"]),
     ):
         grammar = grammar_of(**asked)
@@ -88,10 +63,10 @@ def test_end_of_text_special_and_padding_ids_are_never_text():
     allowed = np.flatnonzero(state.allowed()).tolist()
     text_ids = [i for i in range(TOKENIZER.vocab_size) if TOKENIZER.token_bytes[i]]
     assert END in allowed
-    assert SPECIAL["<tool>"] in allowed
+    assert words.SPECIAL["<tool>"] in allowed
     assert set(allowed) < {*text_ids, END}
-    assert state.allowed().shape == (VOCAB,)
-    for token in (SPECIAL["<|bos|>"], VOCAB - 1, VOCAB, -1):
+    assert state.allowed().shape == (words.VOCAB,)
+    for token in (words.SPECIAL["<|bos|>"], words.VOCAB - 1, words.VOCAB, -1):
         assert not state.permits((), token)
         assert not state.permits(ids("a"), token)
         assert not state.permits((token,), ids("a")[0])
@@ -99,13 +74,13 @@ def test_end_of_text_special_and_padding_ids_are_never_text():
 
 def test_a_lark_grammar_may_name_a_special_token_but_not_the_end():
     state = grammar_of(grammar='start: <|bos|> "a" <[*]>').state()
-    assert np.flatnonzero(state.allowed()).tolist() == [SPECIAL["<|bos|>"]]
-    assert END not in np.flatnonzero(state.allowed([SPECIAL["<|bos|>"], *ids("a")]))
+    assert np.flatnonzero(state.allowed()).tolist() == [words.SPECIAL["<|bos|>"]]
+    assert END not in np.flatnonzero(state.allowed([words.SPECIAL["<|bos|>"], *ids("a")]))
     with pytest.raises(RequestError, match=r"grammar cannot be used: .*unknown special token"):
         grammar_of(grammar="start: <|im_end|>")
 
 
-@pytest.mark.parametrize("vocab", [VOCAB, *range(END + 1, END + 10), 1000])
+@pytest.mark.parametrize("vocab", [words.VOCAB, *range(END + 1, END + 10), 1000])
 def test_masks_equal_the_librarys_except_for_special_tokens_and_the_end(vocab):
     grammar = GrammarCompiler(TOKENIZER, vocab).compile(structured_output(regex="(yes|no|(?s:.)\u00d6l?)*"))
     state = grammar.state()
@@ -138,14 +113,10 @@ def test_characters_may_be_split_between_tokens():
 
 
 def test_a_sentencepiece_vocabulary_is_followed_too():
-    tokenizer = read_vocabulary(
-        sentencepiece_header(
-            ["\u2581", *"yesno", "ye", "yes", "\u2581n", "\u2581no", "\u2581ye", "\u2581yes"]
-        )
-    )
-    state = (
-        GrammarCompiler(tokenizer, tokenizer.vocab_size).compile(structured_output(choice=["yes no"])).state()
-    )
+    pieces = ["\u2581", *"yesno", "ye", "yes", "\u2581n", "\u2581no", "\u2581ye", "\u2581yes"]
+    tokenizer = read_vocabulary(sentencepiece_header(pieces))
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size)
+    state = compiler.compile(structured_output(choice=["yes no"])).state()
     forced = state.forced((), 9)
     assert [tokenizer.id_to_token(token) for token in forced] == ["yes", "\u2581no"]
     assert state.permits((), tokenizer.encode("yes", add_special=False)[0]) is False  # it has a space
@@ -171,11 +142,7 @@ def test_an_illegal_commit_is_a_bug_of_ours():
         {"grammar": 'start: "a" start'},
         {"grammar": 'root ::= "yes" root'},
         {"grammar": 'root ::= "a" | "b" list\nlist ::= [c-e] list'},
-        {
-            "response_format": schema_format(
-                {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
-            )
-        },
+        {"response_format": schema_format(closed({"a": {"$ref": "#"}}))},
         {"response_format": schema_format({"type": "array", "items": {"$ref": "#"}, "minItems": 1})},
     ],
 )
@@ -198,12 +165,13 @@ def test_text_that_is_forced_is_spelled_as_the_tokenizer_spells_it():
     assert state.forced((), 9) == ()  # { and {" both may begin the text
     assert state.forced(ids('{"'), 0) == ()
     assert state.forced(ids("yes"), 9) == ()  # not legal
-    assert legal(state, ids('{"')) == {"n", "na", "nam", "name"}  # the matcher stands where it stood
+    assert words.legal(state, ids('{"')) == {"n", "na", "nam", "name"}  # the matcher stands where it stood
 
 
-@pytest.mark.parametrize(
-    "text", ["yes, no name", "say <|im_end|> now", "\u00d6l \U0001f600 \u00e4", "<tool>x", "12\n12"]
-)
+SAID = ["yes, no name", "say <|im_end|> now", "\u00d6l \U0001f600 \u00e4", "<tool>x", "12\n12"]
+
+
+@pytest.mark.parametrize("text", SAID)
 def test_forced_tokens_are_legal_and_spell_the_text(text):
     state = grammar_of(choice=[text]).state()
     forced = state.forced((), 1000)
@@ -230,7 +198,7 @@ def test_long_forced_text_is_computed_once_and_checked_on_demand(monkeypatch):
 
 @cache
 def schema_grammar(name):
-    schema = next(entry["schema"] for entry in SCHEMAS if entry["name"] == name)
+    schema = next(entry["schema"] for entry in words.SCHEMAS if entry["name"] == name)
     return grammar_of(response_format=schema_format(schema, strict=True))
 
 
@@ -239,11 +207,11 @@ def schema_grammar(name):
     name=st.sampled_from(["person", "tree", "tuple", "unicode_keys", "one_of_by_const", "anything"]),
     seed=st.integers(0, 3),
     cut=st.integers(0, 30),
-    looks=st.lists(st.tuples(st.integers(0, 6), st.integers(0, VOCAB - 1)), max_size=6),
+    looks=st.lists(st.tuples(st.integers(0, 6), st.integers(0, words.VOCAB - 1)), max_size=6),
 )
 def test_looking_around_equals_a_new_matcher_that_consumed_everything(name, seed, cut, looks):
     grammar = schema_grammar(name)
-    document = legal_document(grammar, seed)
+    document = words.legal_document(grammar, seed)
     text, rest = document[:cut], document[cut:]
     state = grammar.state()
     state.commit(text)
@@ -260,12 +228,8 @@ def test_looking_around_equals_a_new_matcher_that_consumed_everything(name, seed
 
 
 BLANKS = [byte_id(byte) for byte in b" \n\t\r"]
-NUMBERS = {
-    "type": "object",
-    "properties": {"a": {"type": "array", "items": {"type": "integer"}}, "b": {"type": ["null", "boolean"]}},
-    "required": ["a", "b"],
-    "additionalProperties": False,
-}
+INTEGERS = {"type": "array", "items": {"type": "integer"}}
+NUMBERS = closed({"a": INTEGERS, "b": {"type": ["null", "boolean"]}})
 FORMS = {
     "schema": {"response_format": schema_format(NUMBERS)},
     "strict schema": {"response_format": schema_format(NUMBERS, strict=True)},
@@ -311,11 +275,8 @@ PRETTY = {
 }
 
 
-TAKEN = {
-    "bounded": {"compact", "usual", "spaced", "indented", "by tabs"},
-    "any": set(PRETTY),
-    "none": {"compact"},
-}
+BOUNDED = {"compact", "usual", "spaced", "indented", "by tabs"}
+TAKEN = {"bounded": BOUNDED, "any": set(PRETTY), "none": {"compact"}}
 
 
 def test_white_space_follows_the_option():

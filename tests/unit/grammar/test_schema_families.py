@@ -17,6 +17,7 @@ import pytest
 import regex
 
 from specinfer.errors import RequestError
+from tests.schemas import closed
 from tests.unit.grammar.vocabulary import END, TOKENIZER, accepts, grammar_of, ids, schema_format
 
 FEATURES = json.loads((Path(__file__).parent / "features.json").read_text())
@@ -24,12 +25,9 @@ FEATURES = json.loads((Path(__file__).parent / "features.json").read_text())
 
 def as_function(part, defs):
     """Arguments of a function, as in the tools of a request."""
-    return {
-        "type": "object",
-        "properties": {"query": {"type": "string", "description": "What to look for"}, "value": part},
-        "required": ["query", "value"],
-        **defs,
-    }
+    query = {"type": "string", "description": "What to look for"}
+    properties = {"query": query, "value": part}
+    return {"type": "object", "properties": properties, "required": ["query", "value"], **defs}
 
 
 def as_configuration(part, defs):
@@ -50,64 +48,38 @@ def as_configuration(part, defs):
 def as_resource(part, defs):
     """Resource of a cluster: fixed kind, metadata, and a spec."""
     meta = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
-    spec = {
-        "type": "object",
-        "properties": {"replicas": {"type": ["integer", "null"], "format": "int32"}, "value": part},
-    }
-    return {
-        "type": "object",
-        "properties": {
-            "apiVersion": {"const": "v1"},
-            "kind": {"const": "Job"},
-            "metadata": meta,
-            "spec": spec,
-        },
-        "required": ["apiVersion", "kind", "metadata", "spec"],
-        "additionalProperties": False,
-        **defs,
-    }
+    replicas = {"type": ["integer", "null"], "format": "int32"}
+    spec = {"type": "object", "properties": {"replicas": replicas, "value": part}}
+    kind = {"apiVersion": {"const": "v1"}, "kind": {"const": "Job"}}
+    return closed({**kind, "metadata": meta, "spec": spec}) | defs
 
 
 def as_event(part, defs):
     """Analytics event."""
+    known = {"vendor": "org.example", "name": "event", "version": "1-0-0"}
+    when = {"type": "integer", "minimum": 0, "maximum": 2147483647}
     return {
         "description": "Sent when it happens",
-        "self": {"vendor": "org.example", "name": "event", "version": "1-0-0"},
-        "type": "object",
-        "properties": {"at": {"type": "integer", "minimum": 0, "maximum": 2147483647}, "value": part},
-        "required": ["at", "value"],
-        "additionalProperties": False,
+        "self": known,
+        **closed({"at": when, "value": part}),
         **defs,
     }
 
 
 def as_article(part, defs):
     """Article: a list of elements of several kinds."""
-    image = {
-        "type": "object",
-        "properties": {"type": {"const": "image"}, "url": {"type": "string"}},
-        "required": ["type", "url"],
-    }
-    other = {
-        "type": "object",
-        "properties": {"type": {"const": "other"}, "value": part},
-        "required": ["type", "value"],
-    }
-    return {"type": "array", "items": {"oneOf": [image, other]}, "maxItems": 4, **defs}
+    kinds = [
+        {"type": "object", "properties": {"type": {"const": kind}, name: value}, "required": ["type", name]}
+        for kind, name, value in (("image", "url", {"type": "string"}), ("other", "value", part))
+    ]
+    return {"type": "array", "items": {"oneOf": kinds}, "maxItems": 4, **defs}
 
 
+JOB = {"apiVersion": "v1", "kind": "Job", "metadata": {"name": "n"}}
 FAMILIES = {
     "function": (as_function, lambda value: {"query": "x", "value": value}),
     "configuration": (as_configuration, lambda value: {"version": 1, "value": value, "x-a": "b"}),
-    "resource": (
-        as_resource,
-        lambda value: {
-            "apiVersion": "v1",
-            "kind": "Job",
-            "metadata": {"name": "n"},
-            "spec": {"replicas": None, "value": value},
-        },
-    ),
+    "resource": (as_resource, lambda value: JOB | {"spec": {"replicas": None, "value": value}}),
     "event": (as_event, lambda value: {"at": 5, "value": value}),
     "article": (as_article, lambda value: [{"type": "image", "url": "u"}, {"type": "other", "value": value}]),
 }

@@ -34,9 +34,7 @@ def compiler():
 
 def test_a_form_that_many_threads_ask_for_is_compiled_once(compiler, monkeypatch):
     compiled = []
-    monkeypatch.setattr(
-        grammar_file, "Grammar", lambda spec, vocabulary: compiled.append(spec) or Grammar(spec, vocabulary)
-    )
+    monkeypatch.setattr(grammar_file, "Grammar", lambda *given: compiled.append(given[0]) or Grammar(*given))
     forms = [structured_output(choice=[text]) for text in ("yes", "no", "true", "name")]
     found = at_once(lambda number: [compiler.compile(forms[(number + i) % 4]) for i in range(4)])
     assert sorted(form.source for form in compiled) == sorted(form.source for form in forms)
@@ -79,15 +77,12 @@ def test_masks_and_forced_text_are_the_same_while_others_compile(compiler):
         state, seen = grammar.state(), []
         for at in range(0, len(document), 3):
             path = document[at : at + 3]
-            seen += [
-                (state.allowed(path[:depth]).tobytes(), state.forced(path[:depth], 5)) for depth in range(3)
-            ]
+            cuts = [path[:depth] for depth in range(3)]
+            seen += [(state.allowed(cut).tobytes(), state.forced(cut, 5)) for cut in cuts]
             state.commit(path)
         return seen
 
-    expected = [
-        walk(compiler.compile(form), document) for form, document in zip(forms, documents, strict=True)
-    ]
+    expected = list(map(walk, map(compiler.compile, forms), documents))
     shared = GrammarCompiler(TOKENIZER, VOCAB)  # unused automata
 
     def go(number):

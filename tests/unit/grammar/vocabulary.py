@@ -52,9 +52,8 @@ def byte_id(byte):
 
 
 def legal(state, path=()):
-    return {
-        TOKENIZER.decode([i]) if i != END else "END" for i in np.flatnonzero(state.allowed(path)).tolist()
-    }
+    allowed = np.flatnonzero(state.allowed(path)).tolist()
+    return {TOKENIZER.decode([i]) if i != END else "END" for i in allowed}
 
 
 def legal_document(grammar, seed):
