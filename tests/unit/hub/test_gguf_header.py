@@ -1,6 +1,7 @@
 """Headers of GGUF files, and models in several files: parts that are named, missing or foreign."""
 
 import os
+from functools import partialmethod
 from pathlib import Path
 
 import gguf
@@ -39,11 +40,9 @@ def write_gguf(path):
 def test_metadata_and_tensor_table_are_read(tmp_path):
     path = write_gguf(tmp_path / "m.gguf")
     header = read_header(path)
-    assert header.metadata["general.architecture"] == "llama"
-    assert header.metadata["llama.block_count"] == 3
-    assert header.metadata["made.up"] == 0.5
-    assert header.metadata["tokenizer.ggml.tokens"] == ["a", "b\u00e9", ""]
-    assert header.metadata["tokenizer.ggml.scores"] == [0.0, -1.0, -2.0]
+    expected = {"general.architecture": "llama", "llama.block_count": 3, "made.up": 0.5}
+    expected |= {"tokenizer.ggml.tokens": ["a", "b\u00e9", ""], "tokenizer.ggml.scores": [0.0, -1.0, -2.0]}
+    assert {name: header.metadata[name] for name in expected} == expected
     assert header.metadata["tokenizer.ggml.add_bos_token"] is True
     assert [(t.name, t.shape) for t in header.tensors] == [("w", (4, 3)), ("q", (32, 2))]
     data = path.read_bytes()[header.data_offset + header.tensors[0].offset :]
@@ -96,11 +95,7 @@ NAMES = [f"m-0000{number}-of-00004.gguf" for number in range(1, 5)]
 def split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a tiny model in four parts, and the same whole beside that folder."""
     write_tiny_gguf(tmp_path / "whole.gguf")
-    plain = gguf.GGUFWriter.__init__
-
-    def in_parts(self: gguf.GGUFWriter, path: Path, arch: str) -> None:
-        plain(self, path, arch, split_max_tensors=3)
-
+    in_parts = partialmethod(gguf.GGUFWriter.__init__, split_max_tensors=3)
     (tmp_path / "parts").mkdir()
     with monkeypatch.context() as patched:
         patched.setattr(gguf.GGUFWriter, "__init__", in_parts)

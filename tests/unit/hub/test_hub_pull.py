@@ -4,6 +4,7 @@ import hashlib
 import json
 import threading
 from dataclasses import replace
+from functools import partialmethod
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import gguf
@@ -88,18 +89,12 @@ class FakeHub:
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     fake = FakeHub()
-    fake.repositories["org/model"] = {
-        "config.json": b'{"model_type": "llama"}',
-        "tokenizer.json": b"{}",
-        "model.safetensors": WEIGHTS,
-        "pytorch_model.bin": b"not wanted",
-        "README.md": b"not wanted",
-        "onnx/model.json": b"not wanted",
-    }
+    files = {"config.json": b'{"model_type": "llama"}', "tokenizer.json": b"{}", "model.safetensors": WEIGHTS}
+    others = ("pytorch_model.bin", "README.md", "onnx/model.json")
+    fake.repositories["org/model"] = files | dict.fromkeys(others, b"not wanted")
     monkeypatch.setattr(constants, "ENDPOINT", fake.url)
-    monkeypatch.setattr(
-        constants, "HUGGINGFACE_CO_URL_TEMPLATE", fake.url + "/{repo_id}/resolve/{revision}/{filename}"
-    )
+    file_url = fake.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", file_url)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path / "cache"))
@@ -123,8 +118,7 @@ def test_a_pulled_folder_has_the_files_of_a_model(hub):
     total = len(WEIGHTS) + 2 + len(b'{"model_type": "llama"}')
     assert progress.pieces == [["downloading org/model", total, total, "closed"]]
     hub.served.clear()
-    assert resolve("org/model") == files
-    assert hub.served == []
+    assert (resolve("org/model"), hub.served) == (files, [])
 
 
 def test_an_interrupted_pull_goes_on_at_the_first_file_it_lacks(hub):
@@ -163,18 +157,14 @@ def test_one_gguf_file_of_a_repository(hub, tmp_path):
 
 
 def test_all_parts_of_a_gguf_model_of_a_repository(hub, tmp_path, monkeypatch):
-    plain = gguf.GGUFWriter.__init__
-    monkeypatch.setattr(
-        gguf.GGUFWriter, "__init__", lambda self, path, arch: plain(self, path, arch, split_max_tensors=1)
-    )
-    (tmp_path / "made").mkdir()
-    write_gguf(tmp_path / "made" / "m.gguf")
+    write_in_parts = partialmethod(gguf.GGUFWriter.__init__, split_max_tensors=1)
+    monkeypatch.setattr(gguf.GGUFWriter, "__init__", write_in_parts)
+    (tmp_path / "Q8").mkdir()
+    write_gguf(tmp_path / "Q8" / "m.gguf")
     names = [f"Q8/m-0000{number}-of-00002.gguf" for number in (1, 2)]
-    hub.repositories["org/parts"] = {
-        name: (tmp_path / "made" / name.removeprefix("Q8/")).read_bytes() for name in names
-    }
+    hub.repositories["org/parts"] = {name: (tmp_path / name).read_bytes() for name in names}
     files = resolve(f"org/parts:{names[1]}")
-    assert [file.name for file in files.weights] == [name.removeprefix("Q8/") for name in names]
+    assert [f"Q8/{file.name}" for file in files.weights] == names
     assert sorted(hub.served) == names
     hub.served.clear()
     for name in ("org/parts", "org/parts:q8", "org/parts:latest"):

@@ -36,11 +36,9 @@ def test_rows_name_drafts_that_can_be_fetched_and_fit() -> None:
         assert known or parse_hub_name(row.draft) is not None, row
         assert not row.gguf or row.gguf in CATALOGUE or parse_hub_name(row.gguf) is not None, row
         assert (row.form == "model") == (row.draft_shape is not None), row
-        if row.draft_shape is not None:
-            assert (
-                row.draft_shape.layers * row.draft_shape.hidden**2 < row.shape.layers * row.shape.hidden**2
-            ), row
-            assert abs(row.draft_shape.vocabulary - row.shape.vocabulary) < 512, row
+        if (draft := row.draft_shape) is not None:
+            assert draft.layers * draft.hidden**2 < row.shape.layers * row.shape.hidden**2, row
+            assert abs(draft.vocabulary - row.shape.vocabulary) < 512, row
         assert row.bytes >= 0, row
 
 
@@ -54,9 +52,8 @@ def test_models_of_equal_sizes_are_told_apart_by_their_names(tmp_path: Path) -> 
         assert (found[0].draft, len(found)) == (first, 2), name
     for sizes in (("qwen2", 3584, 27, 152064), ("qwen3", 3584, 28, 152064), ("qwen2", 3584, 28, 100000)):
         assert drafts_for(described(tmp_path / str(sizes), *sizes)) == [], sizes
-    assert ModelShape("gemma3", 2560, 34, 262144).matches(ModelShape("gemma3", 2560, 34, 262208)), (
-        "tables are padded"
-    )
+    one, padded = (ModelShape("gemma3", 2560, 34, size) for size in (262144, 262208))
+    assert one.matches(padded), "tables are padded"
 
 
 def test_shapes_are_read_from_headers_and_nothing_else_is_a_model(tmp_path: Path) -> None:
@@ -75,18 +72,13 @@ def test_shapes_are_read_from_headers_and_nothing_else_is_a_model(tmp_path: Path
 
 def test_kinds_of_files_of_both_forms_match(tmp_path: Path) -> None:
     folder = described(tmp_path / "Qwen3-30B-A3B-Instruct-2507", "qwen3_moe", 2048, 48, 151936)
-    for of_folder, of_gguf in {
-        "qwen3_moe": "qwen3moe",
-        "gpt_oss": "gpt-oss",
-        "gemma3_text": "gemma3",
-    }.items():
+    kinds = {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "gemma3_text": "gemma3"}
+    for of_folder, of_gguf in kinds.items():
         assert ModelShape.parse(f"{of_folder} 1 2 3") == ModelShape.parse(f"{of_gguf} 1 2 3"), of_gguf
     assert len(drafts_for(folder)) == 3
 
 
-def test_a_draft_is_found_beside_the_model_and_in_the_hubs_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_is_found_beside_it_and_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     target, draft = write_known_pair(tmp_path / "models", monkeypatch)
     [found] = local_drafts(resolve(str(target)))
@@ -105,9 +97,7 @@ def test_a_draft_is_found_beside_the_model_and_in_the_hubs_cache(
     assert local_drafts(resolve(str(target))) == [], "a part of a model is none"
 
 
-def test_the_smaller_of_two_quantizations_is_first_and_a_larger_file_is_no_draft(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_smaller_draft_is_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = write_known_pair(tmp_path, monkeypatch)
     again = draft.parent / "Tiny-1L-large"
     again.mkdir()

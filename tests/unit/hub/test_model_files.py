@@ -12,16 +12,9 @@ from specinfer.errors import ModelFileError
 from specinfer.hub.gguf_header import GgufHeader
 from specinfer.hub.model_files import ModelFiles, pool_members, sampling_defaults, write_pool
 
-QWEN = {
-    "bos_token_id": 151643,
-    "do_sample": True,
-    "eos_token_id": [151645, 151643],
-    "repetition_penalty": 1.1,
-    "temperature": 0.7,
-    "top_p": 0.8,
-    "top_k": 20,
-    "max_new_tokens": 2048,
-}
+SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1}
+QWEN = {"bos_token_id": 151643, "eos_token_id": [151645, 151643], "max_new_tokens": 2048}
+QWEN |= {"do_sample": True, **SAMPLING}
 
 
 def folder(path: Path, config: Any) -> ModelFiles:
@@ -36,7 +29,7 @@ def gguf(**metadata: Any) -> ModelFiles:
 
 def test_a_folder_says_it_in_its_generation_config(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], dict[str, float]]] = [
-        (QWEN, {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1}),
+        (QWEN, SAMPLING),
         ({"temperature": 0.6}, {"temperature": 0.6}),
         ({"do_sample": False, "temperature": 0.6, "top_k": 20}, {"temperature": 0}),
         ({"do_sample": False, "repetition_penalty": 1.2}, {"temperature": 0, "repetition_penalty": 1.2}),
@@ -49,22 +42,15 @@ def test_a_folder_says_it_in_its_generation_config(tmp_path: Path) -> None:
 
 def test_a_gguf_file_says_it_in_its_metadata(tmp_path: Path) -> None:
     made = gguf(temp=0.5, top_k=40, top_p=1.0, min_p=0.0, penalty_repeat=1.0, mirostat=0)
-    assert sampling_defaults(made) == {
-        **{"temperature": 0.5, "top_k": 40, "top_p": 1.0, "min_p": 0.0},
-        "repetition_penalty": 1.0,
-    }
+    expected = {"temperature": 0.5, "top_k": 40, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert sampling_defaults(made) == expected
     assert sampling_defaults(gguf()) == {}
     assert sampling_defaults(ModelFiles("m", tmp_path, ())) == {}
 
 
 def test_invalid_defaults_are_refused_by_name(tmp_path: Path) -> None:
-    invalid: dict[str, list[Any]] = {
-        "temperature": ["hot", -1, 1e400, True],
-        "top_k": [1.5, 1 << 70],
-        "top_p": [0],
-        "min_p": [[0.1]],
-        "repetition_penalty": [0],
-    }
+    invalid: dict[str, list[Any]] = {"temperature": ["hot", -1, 1e400, True], "top_k": [1.5, 1 << 70]}
+    invalid |= {"top_p": [0], "min_p": [[0.1]], "repetition_penalty": [0]}
     for name, value in ((name, value) for name, values in invalid.items() for value in values):
         message = rf"generation_config.json: {name} is .*; allowed: "
         with pytest.raises(ModelFileError, match=message) as error:

