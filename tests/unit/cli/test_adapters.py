@@ -69,9 +69,7 @@ def test_every_request_of_a_command_has_the_adapter(
     assert json.loads(out)["options"]["lora"] == ["sql"]
 
 
-def test_an_adapter_that_cannot_be_used_is_refused_in_a_line(
-    pair: list[str], adapter: Path, run: Run
-) -> None:
+def test_an_adapter_that_cannot_be_used_is_refused(pair: list[str], adapter: Path, run: Run) -> None:
     both = ("--lora", f"sql={adapter}", "--lora", f"other={adapter}")
     for words in (("generate", "ab"), ("chat",), ("bench",), ("check",)):
         for told, loras in (

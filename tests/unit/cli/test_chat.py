@@ -45,9 +45,7 @@ def test_chat_needs_a_template_and_suggests_generate(models: Path, run: Run) -> 
     assert "no chat template; use `specinfer generate --raw`" in err
 
 
-def test_chat_remembers_and_obeys_its_commands(
-    models: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chat_remembers_and_obeys_commands(models: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     write_template(models / "draft")
     said = ("ab", "/stats", "ab", "/reset", "/help", "x" * 60, "x" * 80, "/exit", "not read")
     type_in(monkeypatch, *said)
@@ -72,9 +70,7 @@ def test_chat_remembers_and_obeys_its_commands(
     assert "or /reset to start over" in err  # the question that did not fit
 
 
-def test_ctrl_c_stops_an_answer_and_not_the_conversation(
-    models: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_stops_the_answer_alone(models: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     write_template(models / "draft")
     type_in(monkeypatch, "ab", "cd")
     steps = iter([*[False] * 7, True])  # an interrupt comes in the eighth step

@@ -54,8 +54,7 @@ def report_of(*arguments: str) -> str:
 
 
 def found(*arguments: str) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads(report_of("--json", *arguments))
-    return values
+    return dict(json.loads(report_of("--json", *arguments)))
 
 
 def test_the_report_has_levels_and_speeds(model: str) -> None:
@@ -68,9 +67,8 @@ def test_the_report_has_levels_and_speeds(model: str) -> None:
     assert "usable cores: " in report["threads"]
     assert report["variables"].endswith("none set")
     assert report["memory"].endswith(" GB/s")
-    assert re.search(
-        r"streams \S+ at [\d.]+ .B/s by \d readers? of \d+ MiB, \w+ the page cache", report["disk"]
-    )
+    disk = r"streams \S+ at [\d.]+ .B/s by \d readers? of \d+ MiB, \w+ the page cache"
+    assert re.search(disk, report["disk"])
     assert sum(line.endswith("  used") for line in lines) == 1
     assert lines[-2].startswith("tiny (bfloat16): ")
     assert lines[-1].startswith("tiny (int8, bfloat16): ")
@@ -108,9 +106,7 @@ def test_without_a_compiler_pytorch_is_timed(no_compiler: None, model: str) -> N
     assert (values["passes"][0]["times_floor"], values["passes"][0]["attention"]) == (None, "torch")
 
 
-def test_an_impossible_setting_is_reported_and_stops_models(
-    monkeypatch: pytest.MonkeyPatch, model: str
-) -> None:
+def test_an_impossible_setting_is_reported_and_stops(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     monkeypatch.setenv(VARIABLE, "avx9")
     assert "kernels    none: SPECINFER_CPU is 'avx9'; allowed here: " in report_of()
     assert found()["kernels"] == "nothing"
@@ -118,9 +114,7 @@ def test_an_impossible_setting_is_reported_and_stops_models(
         report_of("--model", model)
 
 
-def test_slips_are_answered_before_anything_is_measured(
-    monkeypatch: pytest.MonkeyPatch, model: str, tmp_path: Path
-) -> None:
+def test_slips_are_answered_at_once(monkeypatch: pytest.MonkeyPatch, model: str, tmp_path: Path) -> None:
     monkeypatch.setattr(facts, "find_kernels", lambda progress: pytest.fail("this would have taken time"))
     models = ("--model", model)
     for words, message in (
@@ -135,9 +129,7 @@ def test_slips_are_answered_before_anything_is_measured(
 # ---- specinfer --version ----
 
 
-def test_python_torch_and_the_best_level_of_this_cpu(
-    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_versions_and_the_best_level(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     level = next(level for level in LEVELS if level.name == "avx512")
     monkeypatch.setattr(command, "levels_here", lambda: (level, LEVELS[0]))
     monkeypatch.setattr(command, "packaged_library", lambda one: tmp_path / f"{one.name}.so")

@@ -70,9 +70,8 @@ def test_a_models_own_head_is_listed_and_tried(run: Run, tmp_path: Path) -> None
 
 def test_pull_fetches_the_draft_of_the_row(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = write_known_pair(tmp_path, monkeypatch)
-    monkeypatch.setattr(
-        "specinfer.hub.known_drafts.drafts_for", lambda _: [replace(TABLE[0], draft=str(draft))]
-    )
+    row = replace(TABLE[0], draft=str(draft))
+    monkeypatch.setattr("specinfer.hub.known_drafts.drafts_for", lambda _: [row])
     assert run("pull", target, "--with-draft")[:2] == (0, f"{target}\n{draft}\n")
     monkeypatch.setattr("specinfer.hub.known_drafts.drafts_for", lambda _: [])
     status, out, err = run("pull", target, "--with-draft")

@@ -47,14 +47,11 @@ EXPLAINED = re.compile(
 )
 
 
-def test_explain_lists_expected_tokens_and_costs(
-    models: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_explain_lists_tokens_and_costs(models: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     # A target's pass takes 10 ms, and 1 ms per further row; a draft's pass takes 1 ms.
     of_target, of_draft = CostCurve((1, 101), (0.010, 0.110)), CostCurve((1, 101), (0.001, 0.001))
-    monkeypatch.setattr(
-        "specinfer.engine.costs.cost_curve", lambda *_, every_row, **__: of_draft if every_row else of_target
-    )
+    curves = {True: of_draft, False: of_target}
+    monkeypatch.setattr("specinfer.engine.costs.cost_curve", lambda *_, every_row, **__: curves[every_row])
     monkeypatch.setattr("specinfer.cli.generate.build_llm", partial(build_llm, clock="curve"))
     arguments = ["generate", "-m", models / "target", "--draft", models / "draft"]
     arguments += ["--no-lookup", "--temperature", 0, "--max-tokens", 30, "--explain", "abcabc"]

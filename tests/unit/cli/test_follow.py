@@ -42,9 +42,7 @@ def knocks(monkeypatch: pytest.MonkeyPatch, *words: str, **variables: str) -> ob
     return asked[0] if asked else found.exception if found.exit_code == 1 else found.output
 
 
-def test_options_override_the_environment_of_launchers(
-    key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_override_the_environment(key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tmp_path / "model.gguf"
     model.write_bytes(b"GGUF")
     monkeypatch.setattr("specinfer.hub.resolve", lambda *_, **__: type("Files", (), {"path": model}))
@@ -70,9 +68,7 @@ def test_a_missing_model_is_refused_before_waiting_for_an_engine(key: Path) -> N
     assert isinstance(CliRunner().invoke(follow, words).exception, ModelNotFoundError)
 
 
-def test_a_process_that_cannot_be_started_is_a_line_and_the_next_engine_is_waited_for(
-    key: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_cannot_start_is_told_and_it_waits(key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specinfer.hub.resolve", lambda *_, **__: type("Files", (), {"path": key}))
     ends = [socket.socketpair() for _ in range(2)]
     links = [Link(ours) for ours, _ in ends]

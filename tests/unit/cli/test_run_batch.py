@@ -18,12 +18,12 @@ OPTIONS = "--dtype float32 --kv-cache-memory 16MB --tree-size fixed --max-batch-
 
 
 def write(path: Path, count: int) -> None:
-    body = {"max_tokens": 8, "ignore_eos": True, "seed": 1}
-    requests = (
-        {"custom_id": f"r{i}", "url": "/v1/completions", "body": body | {"prompt": f"This is {i}"}}
-        for i in range(count)
-    )
-    path.write_text("".join(f"{json.dumps(request | {'method': 'POST'})}\n" for request in requests))
+    lines = []
+    for number in range(count):
+        body = {"max_tokens": 8, "ignore_eos": True, "seed": 1, "prompt": f"This is {number}"}
+        request = {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": body}
+        lines.append(json.dumps(request) + "\n")
+    path.write_text("".join(lines))
 
 
 @pytest.mark.thorough
@@ -32,20 +32,11 @@ def test_a_run_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     folder = tmp_path / "tiny"
     write_tiny_llama(folder, vocab_size=128, max_context=1024, eos_token_id=0, tokenizer=True)
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    command = [
-        sys.executable,
-        "-m",
-        "specinfer",
-        "run-batch",
-        str(folder),
-        "-i",
-        str(source),
-        "-o",
-        str(target),
-    ]
+    words = ["run-batch", str(folder), "-i", str(source), "-o", str(target), *OPTIONS.split()]
+    command = [sys.executable, "-m", "specinfer", *words]
 
     def run(said: str) -> None:
-        done = subprocess.run([*command, *OPTIONS.split()], capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert f"out.jsonl has 6 answers, 0 of them errors{said}" in done.stderr
 
