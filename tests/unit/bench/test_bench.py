@@ -43,14 +43,11 @@ LOAD = Load(params=GREEDY, chat=False)
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_both_engines_answer_everything_alike(
-    pair: Any, dataset: Dataset, params: SamplingParams, batch_size: int
-) -> None:
+def test_both_engines_agree(pair: Any, dataset: Dataset, params: SamplingParams, batch_size: int) -> None:
     calls: list[None] = []
     load = Load(params=params, batch_size=batch_size, chat=False)
-    comparison = compare(
-        *pair(max_batch_size=batch_size), dataset, load, on_request=lambda: calls.append(None)
-    )
+    both = pair(max_batch_size=batch_size)
+    comparison = compare(*both, dataset, load, on_request=lambda: calls.append(None))
     keys = [(0, 0), (1, 0), (1, 1), (2, 0), (3, 0), (4, 0)]
     assert sorted(comparison.pairs) == keys
     assert comparison.identical == len(keys)
@@ -88,9 +85,7 @@ def test_a_refused_request_fails_with_the_later_turns(pair: Any) -> None:
         compare(*pair(), replace(dataset, conversations=conversations[:1]), LOAD)
 
 
-def test_the_warm_up_leaves_no_answer_to_look_up(
-    pair: Any, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_warm_up_leaves_no_answer(pair: Any, dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     salts, generate = list[str | None](), LLM.generate
 
     def noting(self: LLM, prompts: Any, params: Any = None) -> Any:
@@ -106,8 +101,7 @@ def test_the_warm_up_leaves_no_answer_to_look_up(
 def result_of(pair: Any, dataset: Dataset) -> dict[str, Any]:
     plain, speculative = pair()
     result = as_json(compare(plain, speculative, dataset, LOAD), speculative, dataset, LOAD)
-    plain_values: dict[str, Any] = json.loads(json.dumps(result))
-    return plain_values
+    return dict(json.loads(json.dumps(result)))
 
 
 def test_the_json_has_figures_and_settings(pair: Any, dataset: Dataset) -> None:
@@ -137,18 +131,15 @@ def test_the_json_has_figures_and_settings(pair: Any, dataset: Dataset) -> None:
 def test_the_table_never_shows_a_speed_without_the_one_it_compares_with(pair: Any, dataset: Dataset) -> None:
     result = result_of(pair, dataset)
     rows = {name: (without, with_) for name, without, with_ in table(result)}
-    assert rows["output tokens/s"] == tuple(
-        f"{result[run]['output_throughput']:.1f}" for run in ("baseline", "speculative")
-    )
+    speeds = [f"{result[run]['output_throughput']:.1f}" for run in ("baseline", "speculative")]
+    assert [*rows["output tokens/s"]] == speeds
     assert rows["tokens per step"][0] == "1.00"
     text = "\n".join(lines(result))
     assert "identical texts: 6 of 6" in text
     assert f"{result['speculative']['credit']['0-similar']['accepted']} of" in text
 
 
-def test_a_difference_is_excused_only_where_identical_texts_are_not_promised(
-    pair: Any, dataset: Dataset
-) -> None:
+def test_a_difference_is_excused_only_where_texts_may_differ(pair: Any, dataset: Dataset) -> None:
     result = result_of(pair, dataset)
     result["options"]["device"] = "cuda:0"
     for promised, identical, words in (
@@ -158,10 +149,7 @@ def test_a_difference_is_excused_only_where_identical_texts_are_not_promised(
         ("rounding", 5, "5 of 6; they are not promised on cuda:0: `specinfer check` tells rounding from"),
         ("law", 2, "2 of 6 (sampling with mss keeps the law of the text"),
     ):
-        (text,) = [
-            line
-            for line in lines({**result, "promised": promised, "identical": identical})
-            if line.startswith("identical texts")
-        ]
+        shown = lines({**result, "promised": promised, "identical": identical})
+        [text] = [line for line in shown if line.startswith("identical texts")]
         assert words in text, (promised, identical)
         assert ("please report" in text) == (promised == "identical" and identical < 6)

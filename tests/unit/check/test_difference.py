@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,16 +42,9 @@ class Fixed:
 
 
 def answer(*tokens: int, seed: int = 0, text: str = "", drafted: int = 3) -> RequestOutput:
-    return RequestOutput(
-        request_id="r",
-        prompt_token_ids=(9, 8),
-        answer=Answer([text], tokens),
-        finish_reason=None,
-        seed=seed,
-        figures=SpeculationFigures(drafted_tokens=drafted, accepted_tokens=min(drafted, 1)),
-        timing=Timing(0.0, None, None),
-        new_text="",
-    )
+    figures = SpeculationFigures(drafted_tokens=drafted, accepted_tokens=min(drafted, 1))
+    timing = Timing(0.0, None, None)
+    return RequestOutput("r", (9, 8), Answer([text], tokens), None, seed, figures, timing, new_text="")
 
 
 def difference(logits: Sequence[float], *texts: Sequence[int], temperature: float = 0, seed: int = 0) -> Any:
@@ -97,10 +91,8 @@ def test_with_a_seed_the_noise_is_part_of_the_preference() -> None:
     assert (gaps > 0).any()
     assert (gaps < 0).any()
     # A logit that makes up for the gap makes a tie, and a tie is explained, unless token 2 wins anyway.
-    tied = [
-        difference([2.0 - float(d.gap), 2.0, -50.0], [0], [1], temperature=0.5, seed=seed)
-        for seed, d in enumerate(found)
-    ]
+    logits = [[2.0 - float(d.gap), 2.0, -50.0] for d in found]
+    tied = [difference(row, [0], [1], temperature=0.5, seed=seed) for seed, row in enumerate(logits)]
     assert [round(d.gap, 5) for d in tied] == pytest.approx([0.0] * 50, abs=1e-5)
     assert all(d.explained for d in tied)
 
@@ -122,19 +114,12 @@ def test_the_target_with_an_adapter_is_the_merged_model(tmp_path: Path) -> None:
 
 
 def test_what_is_promised_where() -> None:
-    cases: list[tuple[str, Verifier, float, TextPromise]] = [
-        ("cpu", "coupled", 0.0, IDENTICAL),
-        ("cpu", "coupled", 1.0, IDENTICAL),
-        ("cpu", "mss", 0.0, IDENTICAL),
-        ("cpu", "mss", 1.0, LAW),
-        ("cuda", "coupled", 0.0, ROUNDING),
-        ("cuda:1", "coupled", 1.0, ROUNDING),
-        ("cuda", "mss", 0.0, ROUNDING),
-        ("cuda", "mss", 1.0, LAW),
-    ]
-    for device, verifier, temperature, promised in cases:
-        found = text_promise(SamplingParams(temperature=temperature), verifier, torch.device(device))
-        assert found is promised, (device, verifier, temperature)
+    verifiers: tuple[Verifier, ...] = ("coupled", "mss")
+    for device, usual in (("cpu", IDENTICAL), ("cuda", ROUNDING), ("cuda:1", ROUNDING)):
+        for verifier, temperature in product(verifiers, (0.0, 1.0)):
+            promised = LAW if (verifier, temperature) == ("mss", 1.0) else usual
+            found = text_promise(SamplingParams(temperature=temperature), verifier, torch.device(device))
+            assert found is promised, (device, verifier, temperature)
 
 
 LOGITS = [16.0, 16.25, 3.0]  # in bfloat16 a tie between 0 and 1; 2 is far from both
@@ -188,9 +173,7 @@ def repeated(llm: LLM, prompts: Sequence[Sequence[int]], temperature: float = 0.
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_request_is_answered_alike_behind_its_own_cached_prefix(
-    tiny: Tiny, temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cached_prefix_is_harmless(tiny: Tiny, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = tiny.llm(drafts=["similar"], lookup=True)
     llm.generate(LONG, SamplingParams(temperature=0, max_tokens=4))  # cached blocks are not read
     cached: list[int] = []
@@ -209,9 +192,7 @@ def test_a_request_is_answered_alike_behind_its_own_cached_prefix(
     assert "the second time behind 52 of 54 prompt tokens from the cache" in found.words
 
 
-def test_a_cached_prefix_that_is_not_the_requests_own_fails(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cached_prefix_of_another_request_fails(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = tiny.llm(drafts=["similar"], lookup=True)
     answered = llm.generate
 

@@ -27,9 +27,7 @@ def check(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, *names: str) -> dict[str,
     few = {name: everything[name] for name in names}
     monkeypatch.setattr(parameters, "settings_for", lambda *args: few)
     llm = tiny.llm(drafts=["target"])  # many of its guesses come true
-    return {
-        verdict.name: verdict for verdict in check_parameters(llm, PROMPTS, Effort(max_tokens=MIN_TOKENS))
-    }
+    return {one.name: one for one in check_parameters(llm, PROMPTS, Effort(max_tokens=MIN_TOKENS))}
 
 
 @pytest.mark.slow

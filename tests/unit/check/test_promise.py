@@ -67,9 +67,7 @@ def test_a_verifier_that_accepts_everything_fails(tiny: Tiny, monkeypatch: pytes
     assert found["bookkeeping"]
 
 
-def test_a_draw_called_what_it_is_not_fails_where_laws_are_counted(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draw_called_what_it_is_not_fails_in_laws(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     # The classic mistake: the draft's most likely tokens, verified as if they had been sampled.
     honest = drafting.draw_children
 
@@ -124,9 +122,7 @@ def test_a_lost_block_and_a_request_left_behind_are_found(tiny: Tiny) -> None:
     assert "an invariant is broken" in lost.words
 
 
-def test_a_speculator_that_fails_on_the_way_fails_the_check(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_speculator_that_fails_once_fails_the_check(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """The texts are right all the same."""
     works, failed = LookupSpeculator.observe, list[bool]()
 
