@@ -152,13 +152,9 @@ def _tree(root: str, written: list[str], step: int, nodes: int) -> dict[str, Any
         parents.append(len(texts) // 2 if len(texts) % 3 else len(texts) - 1)
         texts.append(f" other{len(texts)}")
     return {
-        "step": step + 1,
-        "request_id": "scripted",
-        "texts": texts,
-        "parents": parents,
+        **{"step": step + 1, "request_id": "scripted", "texts": texts, "parents": parents, "path": path},
         "proposed_by": [[], *(_NAMES[(step + node) % len(_NAMES)] for node in range(1, len(texts)))],
         "likelihoods": [1.0, *(round(0.9 / (1 + parents[node]), 6) for node in range(1, len(texts)))],
-        "path": path,
         "next_text": written[-1],
         "seconds": {"schedule": 0.0001, "propose": 0.004, "target_forward": 0.02, "verify": 0.001},
     }
@@ -193,19 +189,9 @@ def scripted_service(
     **options: Any,
 ) -> Service:
     """Return the application's service, with options of ServeConfig."""
-    return Service(
-        ServeConfig(**options),
-        backend,
-        tokenizer,
-        facts,
-        Dialect.of(tokenizer),
-        models=models,
-        adapters=adapters,
-        batch=batch,
-        metrics=Metrics(MODEL),
-        observers=observers,
-        sampling=sampling,
-    )
+    given: Any = {"models": models, "adapters": adapters, "batch": batch, "sampling": sampling}
+    given |= {"observers": observers, "metrics": Metrics(MODEL)}
+    return Service(ServeConfig(**options), backend, tokenizer, facts, Dialect.of(tokenizer), **given)
 
 
 @dataclass(frozen=True)
@@ -217,12 +203,10 @@ class ScriptedServer:
 
 
 @contextmanager
-def scripted_server(
-    tokenizer: Tokenizer, *scripts: Script, keys: Sequence[str] = ()
-) -> Iterator[ScriptedServer]:
+def scripted_server(tokenizer: Tokenizer, *scripts: Script, **options: Any) -> Iterator[ScriptedServer]:
     """Run the application over a ScriptedBackend on a free local port."""
     backend = ScriptedBackend(*scripts)
-    app = scripted_app(tokenizer, backend, keys=keys)
+    app = scripted_app(tokenizer, backend, **options)
     listener = listen(ServeConfig(port=0))
     listener.listen(16)  # earlier connections wait until the server runs
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))

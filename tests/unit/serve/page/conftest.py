@@ -29,11 +29,7 @@ FLAGS = (
 def serving(tokenizer: Tokenizer) -> Iterator[Serving]:
     """Returns a function that starts a scripted server, which ends with the test."""
     with ExitStack() as stack:
-
-        def start(*scripts: Script, keys: Sequence[str] = ()) -> ScriptedServer:
-            return stack.enter_context(scripted_server(tokenizer, *scripts, keys=keys))
-
-        yield start
+        yield lambda *scripts, **given: stack.enter_context(scripted_server(tokenizer, *scripts, **given))
 
 
 @pytest.fixture(scope="module")

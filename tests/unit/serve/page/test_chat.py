@@ -34,9 +34,8 @@ def test_an_answer_is_streamed_and_tokens_are_marked_by_speculator(page: Page, o
     ask(page, "Tell me of the fox.")
     assert answer_text(page) == TEXT
     assert prompts(server) == ["user: Tell me of the fox.\nassistant: "]
-    marks = page.eval_on_selector_all(
-        ".answer .token", "all => all.map(one => [one.textContent, one.className])"
-    )
+    both = "all => all.map(one => [one.textContent, one.className])"
+    marks = page.eval_on_selector_all(".answer .token", both)
     steps = [tree for _, tree in steps_of(TEXT, nodes=9)]
     places = {"draft": 0, "lookup": 1, "prediction": 2, "grammar": 3}
     expected = []
@@ -97,18 +96,9 @@ def test_settings_go_with_the_request_and_outlive_the_page(page: Page, opened: S
     server = opened(says_in_steps("Yes."))
     page.wait_for_selector("[name=speculator]", state="attached")
     page.get_by_role("button", name="Settings").click()
-    for name, value in {
-        "system": "Be brief.",
-        "temperature": "0.5",
-        "top_p": "0.9",
-        "top_k": "40",
-        "min_p": "0.05",
-        "seed": "7",
-        "max_tokens": "33",
-        "stop": "\\n\\n\nEnd",
-        "max_nodes": "12",
-        "expansion": "2, 2, 1",
-    }.items():
+    numbers = {"temperature": "0.5", "top_p": "0.9", "top_k": "40", "min_p": "0.05", "seed": "7"}
+    numbers |= {"max_tokens": "33", "max_nodes": "12", "expansion": "2, 2, 1"}
+    for name, value in {"system": "Be brief.", "stop": "\\n\\n\nEnd", **numbers}.items():
         page.fill(f"[name={name}]", value)
     page.select_option("[name=verifier]", "mss")
     page.get_by_label("lookup", exact=True).uncheck()
@@ -145,9 +135,7 @@ def test_a_setting_out_of_range_is_shown_before_anything_is_sent(page: Page, ope
     assert server.backend.works == []
 
 
-def test_the_page_requests_a_key_and_keeps_it_for_the_tab(
-    page: Page, opened: Serving, complaints: list[str]
-) -> None:
+def test_a_key_is_requested_and_kept_for_the_tab(page: Page, opened: Serving, complaints: list[str]) -> None:
     opened(says_in_steps("Welcome."), keys=["sesame"])
     page.get_by_text("The server requires an API key").wait_for()
     page.get_by_role("button", name="Settings").click()
@@ -164,11 +152,8 @@ def test_the_page_requests_a_key_and_keeps_it_for_the_tab(
 
 
 def test_an_error_in_the_middle_is_shown_below_the_text(page: Page, opened: Serving) -> None:
-    refuses = [
-        Delta("", "Well", (1,)),
-        Delta("", finish_reason=FinishReason.ERROR, error="no token is left", parameter="seed"),
-    ]
-    opened(refuses)
+    refused = Delta("", finish_reason=FinishReason.ERROR, error="no token is left", parameter="seed")
+    opened([Delta("", "Well", (1,)), refused])
     ask(page, "Well?")
     assert page.get_by_role("alert").inner_text() == "The server refused the request: no token is left"
     assert answer_text(page) == "Well"
@@ -186,15 +171,11 @@ def test_reasoning_is_folded_and_calls_are_shown(page: Page, opened: Serving) ->
     def called(index: int, **function: str) -> dict[str, Any]:
         return {"tool_calls": [{"index": index, "function": function}]}
 
-    body = "".join(
-        [
-            chunk({"role": "assistant", "content": ""}, trees=steps),
-            chunk({"reasoning_content": "let me"}) + chunk({"reasoning_content": " see"}),
-            chunk({"content": "It is"}) + chunk({"content": " so."}),
-            chunk(called(0, name="look", arguments="")) + chunk(called(0, arguments='{"at": 1}')),
-            chunk({}, finish_reason="tool_calls") + "data: [DONE]\n\n",
-        ]
-    )
+    body = chunk({"role": "assistant", "content": ""}, trees=steps)
+    body += chunk({"reasoning_content": "let me"}) + chunk({"reasoning_content": " see"})
+    body += chunk({"content": "It is"}) + chunk({"content": " so."})
+    body += chunk(called(0, name="look", arguments="")) + chunk(called(0, arguments='{"at": 1}'))
+    body += chunk({}, finish_reason="tool_calls") + "data: [DONE]\n\n"
 
     def answer(route: Route) -> None:
         route.fulfill(status=200, content_type="text/event-stream", body=body)

@@ -31,9 +31,7 @@ def titles(page: Page) -> list[str]:
     return page.locator("#list a").all_inner_texts()
 
 
-def test_conversations_are_kept_listed_renamed_exported_and_deleted(
-    page: Page, opened: Serving, tmp_path: Path
-) -> None:
+def test_conversations_are_kept_renamed_exported_deleted(page: Page, opened: Serving, tmp_path: Path) -> None:
     server = opened(says_in_steps("It is **one**."), says_in_steps("Two."), says_in_steps("Three."))
     ask(page, "First?")
     figures = page.locator(".numbers").inner_text()
@@ -112,9 +110,8 @@ def test_a_draft_with_its_files_survives_a_reload(page: Page, opened: Serving, t
     alert.wait_for()
     assert alert.inner_text() == "other.bin is not text in UTF-8; attach a text file."
     ask(page, "What is in it?")
-    assert prompts(server) == [
-        "user: notes.md:\n````\n# Notes\n```\ncode\n```\n````\n\nWhat is in it?\nassistant: "
-    ]
+    [prompt] = prompts(server)
+    assert prompt == "user: notes.md:\n````\n# Notes\n```\ncode\n```\n````\n\nWhat is in it?\nassistant: "
     assert page.locator(".user .file-name").inner_text() == "notes.md"
     page.fill("#words", "of this one")
     press(page, "New chat")
@@ -166,9 +163,7 @@ def test_a_refused_prompt_goes_back_to_the_input(page: Page, opened: Serving, co
     complaints.clear()
 
 
-def test_one_sentence_says_that_the_server_is_gone_and_goes_with_it(
-    page: Page, opened: Serving, complaints: list[str]
-) -> None:
+def test_one_sentence_says_that_it_is_gone(page: Page, opened: Serving, complaints: list[str]) -> None:
     opened(says_in_steps("One."), says_in_steps("Two."))
     ask(page, "First?")
     page.context.set_offline(True)
@@ -205,9 +200,8 @@ def test_an_answer_has_versions_and_the_shown_one_is_sent(page: Page, opened: Se
     press(page, "Previous version")
     press(page, "Next version")
     ask(page, "Sure?", 2)
-    assert prompts(server) == ["user: Which?\nassistant: "] * 3 + [
-        "user: Which?\nassistant: It is two.\nuser: Sure?\nassistant: "
-    ]
+    begun = "user: Which?\nassistant: "
+    assert prompts(server) == [*[begun] * 3, begun + "It is two.\nuser: Sure?\nassistant: "]
     assert page.get_by_role("button", name="Regenerate").count() == 1  # of the last answer alone
 
 

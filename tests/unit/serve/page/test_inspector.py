@@ -35,6 +35,11 @@ def plain(shown: str) -> str:
     return shown.replace("\u00b7", " ")
 
 
+def texts_of(tree: dict[str, Any]) -> list[str]:
+    """The words of a step."""
+    return [text.strip() for text in [*(tree["texts"][node] for node in tree["path"]), tree["next_text"]]]
+
+
 def lit(page: Page) -> list[str]:
     return page.locator(".answer .token.current").all_inner_texts()
 
@@ -50,7 +55,7 @@ def test_a_click_on_a_word_shows_the_tree_of_its_step(answered: Page) -> None:
     assert nodes(answered, "own") == [tree["next_text"]]
     rejected = [text for node, text in enumerate(tree["texts"]) if node and node not in tree["path"]]
     assert sorted(nodes(answered, "rejected")) == sorted(rejected)
-    assert lit(answered) == [text.strip() for text in [*path, tree["next_text"]]]
+    assert lit(answered) == texts_of(tree)
     description = answered.locator("#inspector .tree li").filter(has_text=path[0].strip()).first.inner_text()
     assert f'" {path[0].strip()}", guessed by' in description
     assert "90% likely, accepted" in description
@@ -92,11 +97,7 @@ def test_every_step_is_reached_by_the_keyboard_alone(answered: Page) -> None:
     for _ in range(len(STEPS) - 2):
         answered.keyboard.press("ArrowRight")
         seen.append(lit(answered))
-    expected = [
-        [text.strip() for text in [*(tree["texts"][node] for node in tree["path"]), tree["next_text"]]]
-        for tree in STEPS[1:]
-    ]
-    assert seen == expected
+    assert seen == [texts_of(tree) for tree in STEPS[1:]]
     answered.keyboard.press("ArrowRight")
     assert title(answered) == f"Step {len(STEPS)} of {len(STEPS)}"
     assert answered.get_by_role("button", name="Next step").is_disabled()
@@ -126,11 +127,8 @@ def test_arrows_go_from_word_to_word_and_enter_opens_its_step(answered: Page) ->
 
 def test_hovering_shows_the_source_of_a_token(answered: Page) -> None:
     answered.locator(".answer .token").first.hover()
-    assert answered.get_by_role("tooltip").inner_text().splitlines() == [
-        "The",
-        "added by the target",
-        "step 1, token 1 of 1",
-    ]
+    shown = answered.get_by_role("tooltip").inner_text().splitlines()
+    assert shown == ["The", "added by the target", "step 1, token 1 of 1"]
     answered.mouse.move(5, 5)
     assert answered.get_by_role("tooltip").count() == 0
 
@@ -139,9 +137,7 @@ def test_the_inspector_marks_its_step_where_the_marks_are_off(answered: Page) ->
     answered.get_by_role("switch", name="Guesses").uncheck()
     assert answered.locator(".answer .token").count() == 0
     answered.get_by_role("button", name="Inspect steps").click()
-    tree = STEPS[1]
-    texts = [*(tree["texts"][node] for node in tree["path"]), tree["next_text"]]
-    assert lit(answered) == [text.strip() for text in texts]
+    assert lit(answered) == texts_of(STEPS[1])
     assert "none" in answered.locator(".token").first.evaluate("one => getComputedStyle(one).textDecoration")
     answered.keyboard.press("Escape")
     assert answered.locator(".answer .token").count() == 0
@@ -172,9 +168,8 @@ def test_the_chart_of_steps_is_a_slider_and_takes_clicks(answered: Page) -> None
     slider = answered.get_by_role("slider", name="Step")
     assert slider.get_attribute("aria-valuenow") == "5"
     accepted = len(STEPS[4]["path"])
-    assert slider.get_attribute("aria-valuetext") == (
-        f"Step 5 of {len(STEPS)}: {accepted} of {NODES - 1} guesses accepted, {accepted + 1} tokens"
-    )
+    counts = f"{accepted} of {NODES - 1} guesses accepted, {accepted + 1} tokens"
+    assert slider.get_attribute("aria-valuetext") == f"Step 5 of {len(STEPS)}: {counts}"
     slider.focus()
     answered.keyboard.press("ArrowLeft")
     assert slider.get_attribute("aria-valuenow") == "4"

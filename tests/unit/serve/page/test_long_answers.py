@@ -39,9 +39,7 @@ GROWING = """async (texts) => {
 }"""
 
 
-def test_two_thousand_tokens_are_rendered_in_blocks_and_no_tree_is_drawn_unasked(
-    page: Page, opened: Serving
-) -> None:
+def test_many_tokens_are_rendered_in_blocks_and_no_tree_unasked(page: Page, opened: Serving) -> None:
     opened(says_in_steps(TEXT, nodes=64))
     page.evaluate(WATCH)
     ask(page, "Count.")

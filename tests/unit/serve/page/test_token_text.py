@@ -40,14 +40,13 @@ def content(*parts: tuple[str, str | None]) -> list[list[str | None]]:
 CUT = ("skip", None)
 HALVES = (" \ufffd", [0x20, *FACE[:2]]), ("\ufffd", FACE[2:])
 REASONED = [["so", "so", "reasoning"], ["Yes", " Yes", "content"], [".", ".", "content"]]
-A, CAT = ("A", "A"), (" cat", " cat")
+REASONS = tokens("<think>", "\n", "so", "\n", "</think>", " Yes", ".")
+A, CAT, DOT, END = ("A", "A"), (" cat", " cat"), ("!", "!"), "<|end|>"
+HALF, NONE = ("\ufffd", FACE[:2]), ("\ufffd", "\ufffd")
 PARTS: dict[str, tuple[list[tuple[str, Any]], list[list[str | None]]]] = {
     "as it is": ([tokens("A", " cat"), said("A cat")], content(A, CAT)),
     "the first space is left out": ([tokens(" A", " cat"), said("A cat")], content(("A", " A"), CAT)),
-    "special tokens are hidden": (
-        [tokens("A", "<|end|>", " cat", "<|end|>"), said("A cat"), CUT],
-        content(A, CAT),
-    ),
+    "special tokens are hidden": ([tokens("A", END, " cat", END), said("A cat"), CUT], content(A, CAT)),
     "the text lags, as it may be a stop string": (
         [tokens("A", " cat"), said("A"), tokens(" sat"), said(" cat sat")],
         content(A, CAT, (" sat", " sat")),
@@ -58,21 +57,12 @@ PARTS: dict[str, tuple[list[tuple[str, Any]], list[list[str | None]]]] = {
     ),
     "a character lies in two tokens": (
         [tokens("A", HALVES[0]), said("A"), tokens(HALVES[1], "!"), said(" \U0001f600!")],
-        content(A, (" \U0001f600", " \ufffd"), ("!", "!")),
+        content(A, (" \U0001f600", " \ufffd"), DOT),
     ),
-    "a character that never becomes whole": (
-        [tokens(("\ufffd", FACE[:2]), "!"), said("\ufffd!")],
-        content(("\ufffd", "\ufffd"), ("!", "!")),
-    ),
+    "a character that never becomes whole": ([tokens(HALF, "!"), said("\ufffd!")], content(NONE, DOT)),
     "no token explains it": ([tokens("A"), said("Otherwise")], content(("Otherwise", None))),
     "no trees at all": ([said("A cat")], content(("A cat", None))),
-    "reasoning comes first": (
-        [
-            tokens("<think>", "\n", "so", "\n", "</think>", " Yes", "."),
-            *(("reasoning", "so"), said("Yes"), said(".")),
-        ],
-        REASONED,
-    ),
+    "reasoning comes first": ([REASONS, ("reasoning", "so"), said("Yes"), said(".")], REASONED),
 }
 
 

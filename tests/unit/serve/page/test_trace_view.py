@@ -48,9 +48,7 @@ def test_a_trace_is_shown_with_its_first_tree(page: Page, view: Callable[[str], 
     page.get_by_label("Appearance").wait_for()
 
 
-def test_why_so_much_was_guessed_is_shown_where_the_trace_says(
-    page: Page, view: Callable[[str], None]
-) -> None:
+def test_why_so_much_was_guessed_is_shown_if_it_is_said(page: Page, view: Callable[[str], None]) -> None:
     turns = [
         {"name": "lookup", "reason": "guessed", "drawn": 7, "verified": 3, "levels": 7},
         {"name": "draft", "reason": "not worth its cost", "drawn": 0, "verified": 0, "levels": 0},
@@ -62,9 +60,7 @@ def test_why_so_much_was_guessed_is_shown_where_the_trace_says(
     page.get_by_text("lookup: 3 of 7 verified; draft: not worth its cost", exact=True).wait_for()
 
 
-def test_answers_of_several_requests_stand_one_below_the_other(
-    page: Page, view: Callable[[str], None]
-) -> None:
+def test_answers_of_requests_stand_one_below_the_other(page: Page, view: Callable[[str], None]) -> None:
     lines = [trace("One. Yes.", "a").splitlines(), trace("Two. No.", "b").splitlines()]
     mixed = [line for pair in zip(*lines, strict=False) for line in pair]
     view("\n".join([*mixed, *lines[0][len(mixed) // 2 :]]) + "\n")
@@ -73,18 +69,10 @@ def test_answers_of_several_requests_stand_one_below_the_other(
     assert page.locator(".who").all_inner_texts() == ["Answer 1", "Answer 2"]
 
 
-def test_a_trace_without_texts_shows_ids_and_one_of_bytes_shows_characters(
-    page: Page, view: Callable[[str], None]
-) -> None:
+def test_a_trace_without_texts_shows_ids_or_characters(page: Page, view: Callable[[str], None]) -> None:
     face = "\U0001f600".encode()
-    event = {
-        "step": 1,
-        "token_ids": [5, 6],
-        "parents": [-1, 0],
-        "proposed_by": [[], ["lookup"]],
-        "path": [1],
-        "next_token": 7,
-    }
+    event: dict[str, Any] = {"step": 1, "token_ids": [5, 6], "parents": [-1, 0], "path": [1], "next_token": 7}
+    event["proposed_by"] = [[], ["lookup"]]
     view(json.dumps(event))
     page.wait_for_selector("#inspector h2")
     assert page.locator(".answer .tokens").inner_text().strip() == "#6 #7"
@@ -94,9 +82,7 @@ def test_a_trace_without_texts_shows_ids_and_one_of_bytes_shows_characters(
     assert page.locator(".answer .tokens").inner_text() == "\U0001f600"
 
 
-def test_a_file_is_opened_and_one_that_is_no_trace_is_refused(
-    page: Page, serving: Serving, tmp_path: Path
-) -> None:
+def test_a_file_is_opened_unless_it_is_no_trace(page: Page, serving: Serving, tmp_path: Path) -> None:
     good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
     good.write_text(trace(TEXT))
     bad.write_text(trace(TEXT) + '{"step": 1}\n')
