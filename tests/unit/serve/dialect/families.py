@@ -13,6 +13,7 @@ from specinfer.serve.dialect.dialect import Dialect
 from specinfer.serve.fields.conversation import Function, read_tools
 from specinfer.structured_output import structured_output
 from specinfer.tokenizer import ChatEncoder, Tokenizer
+from tests.schemas import closed
 from tests.unit.tokenizer.made_up import CHARACTER
 
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
@@ -144,9 +145,8 @@ def as_glm(name, arguments):
 
 
 def as_tags(name, arguments):
-    return tagged(
-        name, **{key: one if isinstance(one, str) else written(one) for key, one in arguments.items()}
-    )
+    texts = {key: one if isinstance(one, str) else written(one) for key, one in arguments.items()}
+    return tagged(name, **texts)
 
 
 def deepseek_v3(name, arguments):
@@ -209,15 +209,15 @@ class Family:
         return ChatEncoder(self.tokenizer).render(given, tools=shown).text
 
 
-V3 = (
-    f"{CALL}{{{{ c.type }}}}{SEPARATOR}{{{{ f.name }}}}\n```json\n{{{{ f.arguments|tojson }}}}\n```{CALL_END}"
-)
+V3 = f"{CALL}{{{{ c.type }}}}{SEPARATOR}{{{{ f.name }}}}\n```json\n"
+V3 += f"{{{{ f.arguments|tojson }}}}\n```{CALL_END}"
 V31 = f"{CALL}{{{{ f.name + '{SEPARATOR}' + f.arguments }}}}{CALL_END}"  # arguments must be a text
 GRANITE_4 = """\
 {% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>{% endif %}
 {% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls %}{{ '\n' if not loop.first }}
 {{- '<tool_call>\n{"name": "' + c.function.name + '", "arguments": ' }}{{ c.function.arguments | tojson }}
 {{- '}\n</tool_call>' }}{% endfor %}{% endfor %}[assistant]"""
+SEVERAL = LLAMA.replace("single tool-calls", "calls")
 QUOTE = '<|"|>'
 LFM = ("<|tool_call_start|>", "<|tool_call_end|>")
 LFM_LIST = (LFM[0] + "[", "]" + LFM[1])
@@ -230,9 +230,7 @@ FAMILIES = {
     "hermes, special": Family(QWEN, MARKS, as_hermes, between="\n"),
     "hermes, described": Family(PLAIN, (), as_hermes, between="\n", native=False, name="hermes"),
     "llama3": Family(LLAMA, ("<|python_tag|>",), as_llama, between="; ", takes_text=False),
-    "llama3, several": Family(
-        LLAMA.replace("single tool-calls", "calls"), (), as_llama, between="; ", takes_text=False
-    ),  # and no tag
+    "llama3, several": Family(SEVERAL, (), as_llama, between="; ", takes_text=False),  # and no tag
     "mistral": Family(MISTRAL, ("[TOOL_CALLS]",), as_json, "[TOOL_CALLS] [", end="]"),
     "mistral, spelled": Family(MISTRAL, (), as_json, "[TOOL_CALLS] [", end="]"),
     "mistral_args": Family(
@@ -285,12 +283,7 @@ FAMILIES = {
     "functools": Family(listed("functools[", "]", JSON), (), as_json, "functools[", end="]"),
 }  # fmt: skip
 
-WEATHER = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}, "days": {"type": "integer", "minimum": 1}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
+WEATHER = closed({"city": {"type": "string"}, "days": {"type": "integer", "minimum": 1}}, "city")
 
 
 def tools_of(*functions):
@@ -298,26 +291,17 @@ def tools_of(*functions):
     return read_tools([Function(**one) for one in functions])
 
 
-TOOLS = tools_of(
-    {"name": "get", "parameters": WEATHER, "description": "Weather."},
-    {"name": "get_time"},
-)
-
-
-TAGGED_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "text": {"type": "string"},
-        "size": {"$ref": "#/$defs/size"},
-        "n": {"type": "integer", "minimum": 1},
-        "on": {"type": "boolean"},
-        "tags": {"type": "array", "items": {"$ref": "#/$defs/tag"}},
-        "near": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-    },
-    "required": ["text", "size"],
-    "additionalProperties": False,
-    "$defs": {"tag": {"enum": ["x", "y"]}, "size": {"type": "string", "enum": ["S", "XL", "\u00d6<\n"]}},
+TOOLS = tools_of({"name": "get", "parameters": WEATHER, "description": "Weather."}, {"name": "get_time"})
+PROPERTIES = {
+    "text": {"type": "string"},
+    "size": {"$ref": "#/$defs/size"},
+    "n": {"type": "integer", "minimum": 1},
+    "on": {"type": "boolean"},
+    "tags": {"type": "array", "items": {"$ref": "#/$defs/tag"}},
+    "near": {"anyOf": [{"type": "string"}, {"type": "null"}]},
 }
+DEFINITIONS = {"tag": {"enum": ["x", "y"]}, "size": {"type": "string", "enum": ["S", "XL", "\u00d6<\n"]}}
+TAGGED_SCHEMA = closed(PROPERTIES, "text", "size") | {"$defs": DEFINITIONS}
 TAGGED_TOOLS = tools_of(
     {"name": "put", "parameters": TAGGED_SCHEMA},
     {"name": "now"},

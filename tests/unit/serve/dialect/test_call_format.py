@@ -8,19 +8,8 @@ import pytest
 
 from specinfer.errors import RequestError
 from specinfer.serve.dialect.call_format import CallFormat, Tool, ToolChoice, for_template, format_in
-from tests.unit.serve.dialect.families import (
-    FAMILIES,
-    LLAMA,
-    MISTRAL,
-    MISTRAL_ARGS,
-    MISTRAL_IDS,
-    PLAIN,
-    QWEN,
-    TOOLS,
-    WEATHER,
-    tokenizer,
-    tools_of,
-)
+from tests.unit.serve.dialect import families
+from tests.unit.serve.dialect.families import FAMILIES, LLAMA, QWEN, TOOLS, WEATHER, tokenizer, tools_of
 from tests.unit.serve.dialect.whole_answers import content_and_calls, events_of
 
 CODER = "{{ tools }}<tool_call>\n<function=f>\n<parameter=a>{{ arguments }}</function>\n</tool_call>"
@@ -32,12 +21,12 @@ def test_a_template_shows_the_form():
         (QWEN, "hermes"),
         (LLAMA, "llama3"),
         (LLAMA.replace('"', '\\"'), "llama3"),
-        (MISTRAL, "mistral"),
-        (MISTRAL_ARGS, "mistral_args"),
-        (MISTRAL_IDS, "mistral_ids"),
+        (families.MISTRAL, "mistral"),
+        (families.MISTRAL_ARGS, "mistral_args"),
+        (families.MISTRAL_IDS, "mistral_ids"),
         ("<|start_header_id|>" + QWEN, "hermes"),  # Hermes has models of Llama's, too
         ("", None),
-        (PLAIN, None),
+        (families.PLAIN, None),
         (QWEN.replace("tools", "xtools"), None),
         (CODER, "qwen3_coder"),
         (CODER.replace("<parameter=", "<argument="), None),
@@ -51,11 +40,11 @@ def test_a_template_shows_the_form():
 def test_a_model_without_a_supported_format_is_refused():
     cases = [
         (None, "the model has no chat template to describe tools in; leave tools out"),
-        (PLAIN, "the model's chat template has no tools; leave tools out, or serve with --call-format her"),
         (
-            OTHER,
-            "the model's chat template writes tool calls in an unsupported format; leave tools out",
+            families.PLAIN,
+            "the model's chat template has no tools; leave tools out, or serve with --call-format her",
         ),
+        (OTHER, "the model's chat template writes tool calls in an unsupported format; leave tools out"),
     ]
     for template, begins in cases:
         with pytest.raises(RequestError) as caught:
@@ -118,20 +107,13 @@ def test_invalid_tools_are_refused():
     ]
     deep = json.loads('{"properties":{"a":' * 150 + "{}" + "}}" * 150)
     poem = {"properties": {"a": {"format": "poem", "type": "string"}}}
+    odd, none = ({"properties": {"a": one}, "required": ["a"]} for one in ({"type": "text"}, False))
     for schema, strict, message in (
         ({"x-guidance": {}}, False, ' has the key "x-guidance"'),
         ({"const": {1}}, False, " cannot be written as JSON"),
         ({"type": "string"}, False, " has the type 'string'; allowed: object"),
-        (
-            {"properties": {"a": {"type": "text"}}, "required": ["a"]},
-            False,
-            " cannot be used: Invalid type: text; change or drop that part of the schema",
-        ),
-        (
-            {"properties": {"a": False}, "required": ["a"]},
-            False,
-            " cannot be used: Unsatisfiable schema: required property 'a' is unsatisfiable",
-        ),
+        (odd, False, " cannot be used: Invalid type: text; change or drop that part of the schema"),
+        (none, False, " cannot be used: Unsatisfiable schema: required property 'a' is unsatisfiable"),
         (poem, True, "Unknown format: poem; change or drop that part of the schema, or leave out strict"),
         (deep, True, ' cannot be used: failed to parse "%json": recursion limit exceeded'),
     ):
@@ -171,10 +153,9 @@ def test_a_function_is_called_with_the_parameters_that_it_declares() -> None:
     ]
     for more, closed in cases:
         given = CITY | more
+        held = given | {"additionalProperties": False} if closed else given
         [tool] = tools_of({"name": "f", "parameters": given})
-        assert tool.constrained_parameters == (
-            given | {"additionalProperties": False} if closed else given
-        ), more
+        assert tool.constrained_parameters == held, more
         assert tool.described()["function"]["parameters"] == given, more
 
 
@@ -190,19 +171,18 @@ RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "content": "no"}
 def test_a_system_message_describes_tools_if_the_template_does_not():
     family = FAMILIES["hermes, described"]
     prompt = family.prompt([ASKED, CALLING, RESULT, RESULT], TOOLS)
-    system, asked, answer, results = (
-        prompt.removesuffix("[assistant]").replace("[assistant]", "[user]").split("[user]")
-    )
+    prompt = prompt.removesuffix("[assistant]").replace("[assistant]", "[user]")
+    system, asked, answer, results = prompt.split("[user]")
     assert system.startswith("[system]You may call functions")
     shown = system.partition("<tools>\n")[2].partition("\n</tools>")[0].splitlines()
     assert [json.loads(line) for line in shown] == [tool.described() for tool in TOOLS]
     assert asked == "rain?"
     assert results == "<tool_response>\nno\n</tool_response>\n<tool_response>\nno\n</tool_response>"
     # Earlier calls, and the example, are in the form that is read, and that the grammar asks for.
-    for text, expected in ((answer, "get"), (system.partition("</tools>")[2].splitlines(), "function_name")):
-        lines = [text] if isinstance(text, str) else ["\n".join(text[2:-1])]
+    example = "\n".join(system.partition("</tools>")[2].splitlines()[2:-1])
+    for text, expected in ((answer, "get"), (example, "function_name")):
         tools = tools_of({"name": expected})
-        content, [(called, _)] = content_and_calls(events_of(family.format, tools, lines[0]))
+        content, [(called, _)] = content_and_calls(events_of(family.format, tools, text))
         assert (content, called) == ("", expected)
 
 

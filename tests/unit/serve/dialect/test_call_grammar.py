@@ -6,6 +6,7 @@ from specinfer.serve.dialect.call_format import ToolChoice
 from specinfer.serve.dialect.call_grammar import call_grammar
 from specinfer.serve.dialect.reasoning import Reasoning
 from specinfer.structured_output import structured_output
+from tests.schemas import closed
 from tests.unit.serve.dialect.families import FAMILIES, TOOLS, as_hermes, tools_of, verdict
 from tests.unit.serve.dialect.whole_answers import content_and_calls, events_of
 
@@ -13,23 +14,14 @@ AUTO, REQUIRED, NAMED = ToolChoice("auto"), ToolChoice("required"), ToolChoice("
 CITY = ("get", {"city": "Oslo", "days": 2})
 
 
-OBJECT = {
-    "type": "object",
-    "properties": {"name": {"type": "string"}, "n": {"type": "integer"}},
-    "required": ["name", "n"],
-    "additionalProperties": False,
-}
+def schema_form(schema):
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
 FORMS = {
     '{"a": [1, {"name": "get"}]}': {"response_format": {"type": "json_object"}},
-    '{"name": "Ann", "n": 3}': {
-        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": OBJECT}}
-    },
-    '["a", "b"]': {
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"name": "x", "schema": {"type": "array", "items": {"type": "string"}}},
-        }
-    },
+    '{"name": "Ann", "n": 3}': schema_form(closed({"name": {"type": "string"}, "n": {"type": "integer"}})),
+    '["a", "b"]': schema_form({"type": "array", "items": {"type": "string"}}),
     "AB-1": {"regex": "[A-Z]{2}-[0-9]"},
     "no way": {"choice": ["yes", "no way"]},
     "((()))": {"grammar": 'root ::= "(" root? ")"'},
@@ -48,16 +40,8 @@ def test_beside_a_form_an_answer_is_calls_or_the_form_and_nothing_else(name):
         grammar = call_grammar(family.format, TOOLS, AUTO, form=form)
         good = [text, *calls]
         assert {answer: verdict(family, grammar, answer) for answer in good} == dict.fromkeys(good)
-        for other in (
-            "",
-            "hello",
-            f"So:\n{call}",
-            text[:-1] + "~",
-            text + "~",
-            text + call,
-            call + text,
-            bad,
-        ):
+        spoilt = (text[:-1] + "~", text + "~", text + call, call + text)
+        for other in ("", "hello", f"So:\n{call}", *spoilt, bad):
             assert verdict(family, grammar, other) is not None, other
         for choice in (REQUIRED, NAMED):  # then the form says nothing
             without = call_grammar(family.format, TOOLS, choice)
@@ -69,17 +53,11 @@ def test_beside_a_form_an_answer_is_calls_or_the_form_and_nothing_else(name):
 
 def test_white_space_in_arguments_follows_the_option():
     family = FAMILIES["hermes"]
-    found = {}
-    for whitespace in ("bounded", "any", "none"):
+    texts = ['{"city":"Oslo"}', '{\n  "city": "Oslo" }', '{   "city":"Oslo"}']
+    calls = [as_hermes("get", 0).replace("0}", f"{text}}}") for text in texts]
+    for whitespace, taken in {"bounded": calls[:2], "any": calls, "none": calls[:1]}.items():
         grammar = call_grammar(family.format, TOOLS, REQUIRED, whitespace=whitespace)
-        texts = ['{"city":"Oslo"}', '{\n  "city": "Oslo" }', '{   "city":"Oslo"}']
-        calls = [as_hermes("get", 0).replace("0}", f"{text}}}") for text in texts]
-        found[whitespace] = [verdict(family, grammar, call) is None for call in calls]
-    assert found == {
-        "bounded": [True, True, False],
-        "any": [True, True, True],
-        "none": [True, False, False],
-    }
+        assert [call for call in calls if verdict(family, grammar, call) is None] == taken, whitespace
 
 
 def test_an_answer_that_only_begins_like_a_call_of_llamas_stays_text():
@@ -97,9 +75,8 @@ def test_an_answer_that_only_begins_like_a_call_of_llamas_stays_text():
 @pytest.mark.parametrize("name", ["hermes", "hermes, text", "hermes, special"])
 def test_reasoning_may_hold_anything_and_comes_before_calls(name):
     family = FAMILIES[name]
-    reasoning = Reasoning.of(family.tokenizer) or Reasoning(
-        {mark: i for mark in ("<think>", "</think>") if (i := family.tokenizer.special_id(mark)) is not None}
-    )
+    special = {mark: family.tokenizer.special_id(mark) for mark in ("<think>", "</think>")}
+    reasoning = Reasoning({mark: token for mark, token in special.items() if token is not None})
     call = family.written(CITY)
     think = "<think>\nI could write <tool_call> now.\n</think>\n\n"
     if name == "hermes, special":
@@ -120,9 +97,8 @@ def test_reasoning_may_hold_anything_and_comes_before_calls(name):
     assert legal(inside + call, REQUIRED, inside=True) is None
     assert legal(think + "hello", REQUIRED) == think
     assert legal(inside + "hello", REQUIRED, inside=True) == inside
-    assert legal(call, REQUIRED, inside=True) == (
-        "" if "<tool_call>" in family.format.special else call + "..."
-    )
+    legal_part = "" if "<tool_call>" in family.format.special else call + "..."
+    assert legal(call, REQUIRED, inside=True) == legal_part
 
 
 def test_unsupported_keywords_are_ignored_unless_strict():

@@ -1,6 +1,7 @@
 """Harmony, the format of gpt-oss: reasoning, content and calls in channels; and Gemma 4's reasoning."""
 
 import json
+from functools import partial
 
 import pytest
 
@@ -13,6 +14,7 @@ from specinfer.serve.dialect.channels import Channels
 from specinfer.serve.dialect.dialect import Dialect
 from specinfer.structured_output import structured_output
 from specinfer.tokenizer import Rendered, Tokenizer
+from tests.schemas import closed
 from tests.unit.serve.dialect.families import Family, tokenizer, tools_of, verdict, verdict_of_form
 from tests.unit.serve.dialect.whole_answers import said
 
@@ -28,13 +30,7 @@ HARMONY = (
 {% if add_generation_prompt %}<|start|>assistant{% endif %}"""
 )
 HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|call|>", "<|end|>")
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-TOOLS = tools_of({"name": "get", "parameters": SCHEMA}, {"name": "get_time"})
+TOOLS = tools_of({"name": "get", "parameters": closed({"city": {"type": "string"}})}, {"name": "get_time"})
 FAMILY = Family(HARMONY, HARMONY_MARKS)
 DIALECT = FAMILY.dialect
 THOUGHT = "<|channel|>analysis<|message|>Hm: <b|.<|end|><|start|>assistant"
@@ -80,9 +76,8 @@ def test_an_answer_is_reasoning_content_and_a_call_however_it_is_cut():
 
 
 def test_answers_are_messages_and_calls_follow_their_schemas():
-    free, forced = (
-        call_grammar(FAMILY.format, TOOLS, choice, reasoning=DIALECT.reasoning) for choice in (AUTO, REQUIRED)
-    )
+    in_family = partial(call_grammar, FAMILY.format, TOOLS, reasoning=DIALECT.reasoning)
+    free, forced = in_family(AUTO), in_family(REQUIRED)
     calls = [CALL, ROLE, CALL.replace(" <|constrain|>json", ""), THOUGHT + CALL, f"{CALL}<|call|>"]
     for text in [*calls, FINAL, THOUGHT + FINAL, THOUGHT + NOTE + ROLE, "<|channel|>analysis<|message|>Hm"]:
         assert verdict(FAMILY, free, text) is None, text
@@ -91,8 +86,7 @@ def test_answers_are_messages_and_calls_follow_their_schemas():
     for grammar in (free, forced):
         assert verdict(FAMILY, grammar, bad) == bad.partition("3")[0]
         assert verdict(FAMILY, grammar, CALL.replace(".get", ".put")) is not None
-    inside = call_grammar(FAMILY.format, TOOLS, AUTO, reasoning=DIALECT.reasoning, starts_inside=True)
-    assert verdict(FAMILY, inside, "more text") is None
+    assert verdict(FAMILY, in_family(AUTO, starts_inside=True), "more text") is None
     # An end of calls that ends the text is no part of the grammar.
     ids = [257 + HARMONY_MARKS.index("<|call|>"), 256]
     ended = Tokenizer(FAMILY.tokenizer.backend, eos_token_ids=ids, templates=FAMILY.tokenizer.templates)
@@ -138,16 +132,12 @@ def test_the_template_is_recognised_and_its_calls_are_read():
 
 def test_channels_and_calls_need_the_same_tokens():
     others = [mark for mark in HARMONY_MARKS if mark != "<|call|>"]
-    ended = Tokenizer(
-        FAMILY.tokenizer.backend,
-        eos_token_ids=[256, 257 + HARMONY_MARKS.index("<|end|>")],
-        templates=FAMILY.tokenizer.templates,
-    )
+    ids = [256, 257 + HARMONY_MARKS.index("<|end|>")]
+    ended = Tokenizer(FAMILY.tokenizer.backend, eos_token_ids=ids, templates=FAMILY.tokenizer.templates)
     cases = [("no <|call|>", tokenizer(HARMONY, others), True), ("an end that ends texts", ended, False)]
-    cases += [
-        (f"no {missing}", tokenizer(HARMONY, [mark for mark in HARMONY_MARKS if mark != missing]), False)
-        for missing in others
-    ]
+    for missing in others:
+        rest = [mark for mark in HARMONY_MARKS if mark != missing]
+        cases.append((f"no {missing}", tokenizer(HARMONY, rest), False))
     for case, tokens, is_harmony in cases:
         dialect = Dialect.of(tokens)
         found = isinstance(dialect.reasoning, Channels), dialect.calls is not None
@@ -158,17 +148,13 @@ def test_channels_and_calls_need_the_same_tokens():
 
 
 def test_gemma_4_reasons_in_a_channel_of_its_own():
-    template = (
-        "{% if false %}<|channel>thought\n<channel|>{% endif %}{{ tools }}<|tool_call>{{ m.tool_calls }}"
-    )
+    template = "{% if false %}<|channel>thought\n<channel|>{% endif %}{{ tools }}<|tool_call>{{ tool_calls }}"
     marks = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>')
     family = Family(template, marks)
     dialect = family.dialect
     assert (dialect.reasoning.open, dialect.calls.name) == ("<|channel>thought", "gemma4")
-    thought, call = (
-        "<|channel>thought\nHm.\n<channel|>",
-        '<|tool_call>call:get{city:<|"|>Oslo<|"|>}<tool_call|>',
-    )
+    thought = "<|channel>thought\nHm.\n<channel|>"
+    call = '<|tool_call>call:get{city:<|"|>Oslo<|"|>}<tool_call|>'
     for choice in (AUTO, REQUIRED):
         grammar = call_grammar(dialect.calls, TOOLS, choice, reasoning=dialect.reasoning)
         assert verdict(family, grammar, thought + call) is None
@@ -179,20 +165,18 @@ def test_gemma_4_reasons_in_a_channel_of_its_own():
 
 
 def test_a_spent_budget_of_analysis_is_followed_by_the_final_message_or_by_a_call():
-    encode, prompt = FAMILY.tokenizer.encode, Rendered("")
+    encode, prompt = partial(FAMILY.tokenizer.encode, add_special=False), Rendered("")
     for calls, tail in ((False, "<|channel|>final<|message|>"), (True, "")):
         bound = DIALECT.reasoning.bound(5, prompt, FAMILY.tokenizer, calls=calls)
         thinking = ThinkingState(bound, FAMILY.tokenizer.bytes_of)
-        thinking.commit(encode("<|channel|>analysis<|message|>Hm.", add_special=False))
-        thinking.commit(
-            encode(f"<|end|><|start|>assistant{NOTE}<|channel|>analysis<|message|>", add_special=False)
-        )
+        thinking.commit(encode("<|channel|>analysis<|message|>Hm."))
+        thinking.commit(encode(f"<|end|><|start|>assistant{NOTE}<|channel|>analysis<|message|>"))
         path = []
-        while (token := thinking.required((*encode("ab", add_special=False), *path))) is not None:
+        while (token := thinking.required((*encode("ab"), *path))) is not None:
             path.append(token)
-        assert path == encode(f"<|end|><|start|>assistant{tail}", add_special=False), calls
-        thinking.commit((*encode("ab", add_special=False), *path))
-        begun = encode("<|channel|>", add_special=False)
+        assert path == encode(f"<|end|><|start|>assistant{tail}"), calls
+        thinking.commit((*encode("ab"), *path))
+        begun = encode("<|channel|>")
         # With calls no analysis follows, which would end at once and begin again.
-        assert thinking.barred(begun) == (tuple(encode("a", add_special=False)) if calls else ()), calls
-        assert not thinking.barred((*begun, *encode("comment", add_special=False))), calls
+        assert thinking.barred(begun) == (tuple(encode("a")) if calls else ()), calls
+        assert not thinking.barred((*begun, *encode("comment"))), calls

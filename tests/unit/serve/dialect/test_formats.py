@@ -11,59 +11,31 @@ from specinfer.serve.dialect.call_format import CallFormat, ToolChoice, for_temp
 from specinfer.serve.dialect.call_grammar import call_grammar
 from specinfer.serve.dialect.dialect import call_parser
 from specinfer.structured_output import structured_output
-from tests.unit.serve.dialect.families import (
-    CALL,
-    CALL_END,
-    FAMILIES,
-    LFM,
-    SEPARATOR,
-    TURNS,
-    as_json,
-    tokenizer,
-    tools_of,
-    verdict,
-)
+from tests.schemas import closed
+from tests.unit.serve.dialect import families
+from tests.unit.serve.dialect.families import FAMILIES, as_json, tokenizer, tools_of, verdict
 from tests.unit.serve.dialect.whole_answers import content_and_calls, said
 
 AUTO, REQUIRED = ToolChoice("auto"), ToolChoice("required")
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string"},
-        "days": {"type": "integer", "minimum": 1},
-        "near": {"type": "boolean"},
-        "size": {"enum": ["S", "L"]},
-        "tags": {"type": "array", "items": {"type": "string"}},
-        "where": {
-            "type": "object",
-            "properties": {"lat": {"type": "number"}, "note": {"type": "string"}},
-            "required": ["lat"],
-            "additionalProperties": False,
-        },
-    },
-    "required": ["city"],
-    "additionalProperties": False,
+PROPERTIES = {
+    "city": {"type": "string"},
+    "days": {"type": "integer", "minimum": 1},
+    "near": {"type": "boolean"},
+    "size": {"enum": ["S", "L"]},
+    "tags": {"type": "array", "items": {"type": "string"}},
+    "where": closed({"lat": {"type": "number"}, "note": {"type": "string"}}, "lat"),
 }
+SCHEMA = closed(PROPERTIES, "city")
 # As the clients of tests/clients send it.
-ZOO = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Lisbon", "Oslo"], "type": "string"}, "unit": {"enum": ["C", "F"]}},
-    "required": ["city", "unit"],
-    "additionalProperties": False,
-}
+ZOO = closed({"city": {"enum": ["Lisbon", "Oslo"], "type": "string"}, "unit": {"enum": ["C", "F"]}})
 TOOLS = tools_of(
     {"name": "get", "parameters": SCHEMA, "strict": True, "description": "Weather."},
     {"name": "now", "parameters": {"type": "object", "properties": {}}},
     {"name": "weather", "parameters": ZOO, "strict": True},
 )
 GET = ("get", {"city": "Oslo", "days": 2})
-FULL = (
-    "get",
-    {
-        **{"city": "New \u00d6slo", "days": 12, "near": True, "size": "L", "tags": ["a, b", "}"]},
-        "where": {"lat": -1.5, "note": "x)"},
-    },
-)
+WHOLE = {"city": "New \u00d6slo", "days": 12, "near": True, "size": "L", "tags": ["a, b", "}"]}
+FULL = ("get", WHOLE | {"where": {"lat": -1.5, "note": "x)"}})
 BOTH = (GET, ("now", {}))
 CALLED = [(GET,), (FULL,), (("now", {}),), (("weather", {"city": "Lisbon", "unit": "C"}),), BOTH]
 # Those whose calls are JSON objects without a mark are left out where any JSON object is a call.
@@ -130,15 +102,10 @@ def test_a_call_that_must_be_is_there_at_once_and_whole_and_may_be_the_only_one(
 
 
 def test_arguments_follow_their_schemas():
-    bad = [
-        ({"city": "Oslo", "days": 0}, "0"),
-        ({"city": "Oslo", "size": "M"}, "M"),
-        ({"city": "Oslo", "near": 1}, "1"),
-        ({"city": "Oslo", "tags": [1]}, "1"),
-        ({"city": "Oslo", "where": {"note": "a"}}, "note"),
-        ({"city": "Oslo", "zoo": 1}, "zoo"),
-        ({"days": 1}, "days"),
-    ]
+    wrongs = {"days": (0, "0"), "size": ("M", "M"), "near": (1, "1"), "tags": ([1], "1"), "zoo": (1, "zoo")}
+    wrongs["where"] = ({"note": "a"}, "note")
+    bad = [({"city": "Oslo", name: value}, wrong) for name, (value, wrong) in wrongs.items()]
+    bad.append(({"days": 1}, "days"))
     for name, family in FAMILIES.items():
         for choice in (AUTO, REQUIRED):
             grammar = call_grammar(family.format, TOOLS, choice)
@@ -228,8 +195,8 @@ def test_a_strict_function_that_is_not_enforced_is_refused():
 def test_tools_are_described_in_the_form_of_a_template_that_has_none():
     messages, tools = for_template([{"role": "user", "content": "?"}], TOOLS, FAMILIES["deepseek_v31"].format)
     assert tools == []
-    assert f'{CALL}function_name{SEPARATOR}{{"argument": "value"}}{CALL_END}' in messages[0]["content"]
+    one = FAMILIES["deepseek_v31"].one("function_name", {"argument": "value"})
+    assert one in messages[0]["content"]
     # LFM2's own template has tools and no calls; its tokens show the form.
-    own = tokenizer(TURNS.replace("CALLS", ""), LFM)
-    found = CallFormat.of(own)
+    found = CallFormat.of(tokenizer(families.TURNS.replace("CALLS", ""), families.LFM))
     assert (found.name, found.native, found.shows_calls) == ("lfm2", True, False)

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from specinfer.request import Delta, FinishReason
+from specinfer.serve.dialect import call_parser as parsing
 from specinfer.serve.dialect.call_format import CallFormat, Tool
-from specinfer.serve.dialect.call_parser import (
-    ArgumentsPiece,
-    CallEnded,
-    CallStarted,
-    Content,
-    Event,
-    ReasoningPiece,
-)
+from specinfer.serve.dialect.call_parser import Content, Event, ReasoningPiece
 from specinfer.serve.dialect.dialect import Dialect, call_parser
+
+Calls = list[tuple[str, str]]  # name and arguments
 
 
 def events_of(call_format: CallFormat, tools: Sequence[Tool], *pieces: str) -> list[Event]:
@@ -23,38 +19,33 @@ def events_of(call_format: CallFormat, tools: Sequence[Tool], *pieces: str) -> l
     return [event for piece in pieces for event in reader.feed(piece)] + reader.feed("", last=True)
 
 
-def content_and_calls(events: Iterable[Event]) -> tuple[str, list[tuple[str, str]]]:
-    """All the text, and name and arguments of each call, which must come in order."""
-    content, calls = "", list[tuple[str, str]]()
+def content_and_calls(events: Iterable[Event]) -> tuple[str, Calls]:
+    """All the text, and the calls, which must come in order."""
+    content, calls = "", Calls()
     open_call: int | None = None
     for event in events:
         match event:
             case Content(text):
-                assert open_call is None
-                assert text
+                assert (open_call, bool(text)) == (None, True)
                 content += text
-            case CallStarted(index, call_id, name):
-                assert (open_call, index) == (None, len(calls))
-                assert call_id
+            case parsing.CallStarted(index, call_id, name):
+                assert (open_call, index, bool(call_id)) == (None, len(calls), True)
                 open_call = index
                 calls.append((name, ""))
-            case ArgumentsPiece(index, text):
-                assert index == open_call
-                assert text
+            case parsing.ArgumentsPiece(index, text):
+                assert (index, bool(text)) == (open_call, True)
                 calls[-1] = (calls[-1][0], calls[-1][1] + text)
-            case CallEnded(index):
+            case parsing.CallEnded(index):
                 assert index == open_call
                 open_call = None
     assert open_call is None
     return content, calls
 
 
-def said(
-    dialect: Dialect, tools: Sequence[Tool], *pieces: str, inside: bool = False
-) -> tuple[str, str, list[tuple[str, str]]]:
+def said(dialect: Dialect, tools: Sequence[Tool], *text: str, inside: bool = False) -> tuple[str, str, Calls]:
     """Reasoning, content and calls of an answer that comes in these pieces."""
     reader = dialect.reader(tools, inside, lambda _: b"")
-    deltas = [Delta("", text=piece) for piece in pieces]
+    deltas = [Delta("", text=piece) for piece in text]
     deltas.append(Delta("", finish_reason=FinishReason.STOP))
     events = [event for delta in deltas for event in reader.read(delta)]
     thoughts = "".join(one.text for one in events if isinstance(one, ReasoningPiece))
