@@ -50,8 +50,7 @@ def refusal(kind: Any, more: dict[str, Any]) -> dict[str, Any]:
     with pytest.raises(ApiError) as caught:
         params(kind, more)
     assert caught.value.status == 400
-    error: dict[str, Any] = caught.value.body["error"]
-    return error
+    return dict(caught.value.body["error"])
 
 
 def test_the_bodies_of_clients_that_send_all_their_settings_are_read() -> None:
@@ -153,13 +152,11 @@ TRANSLATED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"stop": "a", "no_stop_trim": True}, {"stop": "a", "include_stop_str_in_output": True}),
     ({"stop_sequences": ["a", ""]}, {"stop": ("a",)}),
 ]
-WHITESPACE = {"json_object": True, "disable_any_whitespace": True}
+OBJECT = {"response_format": {"type": "json_object"}}
+NO_SPACE = {"json_object": True, "disable_any_whitespace": True}
 FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"structured_outputs": {"json_object": True}}, {"response_format": {"type": "json_object"}}),
-    (
-        {"structured_outputs": WHITESPACE},
-        {"response_format": {"type": "json_object"}, "json_whitespace": "none"},
-    ),
+    ({"structured_outputs": {"json_object": True}}, OBJECT),
+    ({"structured_outputs": NO_SPACE}, {**OBJECT, "json_whitespace": "none"}),
 ]
 JSONS: list[dict[str, Any]] = [
     {"guided_json": SCHEMA},
@@ -336,11 +333,8 @@ def test_any_value_of_a_field_is_accepted_or_refused() -> None:
 def test_unknown_fields_are_ignored_with_one_line_a_name(caplog: pytest.LogCaptureFixture) -> None:
     policy = FieldPolicy("ignore")
     message = {"role": "user", "content": [{"type": "text", "text": "a", "odd part": 1}], "odd one": 2}
-    more: dict[str, Any] = {
-        "odd": {"deep": 1},
-        "messages": [message, message | {"another": 3}],
-        "tools": [TOOL | {"odd": 1}],
-    }
+    more: dict[str, Any] = {"odd": {"deep": 1}, "messages": [message, message | {"another": 3}]}
+    more["tools"] = [TOOL | {"odd": 1}]
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             fields = read(ChatFields, more, policy)

@@ -32,9 +32,16 @@ def error_of(kind: Any, body: Any) -> dict[str, Any]:
         make()
     assert caught.value.status == 400
     assert not isinstance(caught.value.__context__, ValidationError)  # its faults would stay in memory
-    error: dict[str, Any] = caught.value.body["error"]
-    assert error["type"] == "invalid_request_error"
-    return error
+    assert caught.value.body["error"]["type"] == "invalid_request_error"
+    return dict(caught.value.body["error"])
+
+
+def of_part(part: Any, end: str, expected: str) -> tuple[Any, str, str]:
+    return {"messages": [{"role": "user", "content": [part]}]}, f"messages[0].content[0]{end}", expected
+
+
+def guessing(part: Any) -> dict[str, Any]:
+    return {"messages": HI, "prediction": {"type": "content", "content": [part]}}
 
 
 def test_a_conversation_that_cannot_be_served() -> None:
@@ -44,27 +51,13 @@ def test_a_conversation_that_cannot_be_served() -> None:
         ({"messages": [{"role": "robot", "content": "Hi"}]}, "messages[0].role", "'system'"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "valid array"),
         ({"messages": [*HI, {"role": "user"}]}, "messages[1].content", "needs content"),
-        *(
-            ({"messages": [{"role": "user", "content": [part]}]}, f"messages[0].content[0]{end}", expected)
-            for part, end, expected in (
-                ({"type": "text", "refusal": "No."}, ".text", "required"),
-                ({"type": "refusal", "text": "a"}, ".refusal", "required"),
-                ({"text": "a"}, ".type", "required"),
-                (
-                    {"type": "image_url", "image_url": {}},
-                    ".type",
-                    "is 'image_url'; allowed: 'text'; image input is not supported by this server",
-                ),
-                ("a", "", "object"),
-            )
-        ),
-        *(
-            ({"messages": HI, "prediction": {"type": "content", "content": [part]}}, param, expected)
-            for part, param, expected in (
-                ({"type": "text"}, "prediction.content[0].text", "required"),
-                ({"type": "refusal"}, "prediction.content[0].type", "is 'refusal'; allowed: 'text'"),
-            )
-        ),
+        of_part({"type": "text", "refusal": "No."}, ".text", "required"),
+        of_part({"type": "refusal", "text": "a"}, ".refusal", "required"),
+        of_part({"text": "a"}, ".type", "required"),
+        of_part({"type": "image_url", "image_url": {}}, ".type", "is 'image_url'; allowed: 'text'; image in"),
+        of_part("a", "", "object"),
+        (guessing({"type": "text"}), "prediction.content[0].text", "required"),
+        (guessing({"type": "refusal"}), "prediction.content[0].type", "is 'refusal'; allowed: 'text'"),
         ({"messages": []}, "messages", "empty"),
         ({}, "messages", "required"),
         ({"messages": HI, "temperature": "hot"}, "temperature", "valid number"),
@@ -106,17 +99,13 @@ def test_a_prompt_that_cannot_be_served() -> None:
         assert caught.value.body["error"]["param"].startswith(param), body
 
 
+BEGUN = b'{"messages": [{"role": "user", "content": "Hi"}], '
 NO_REQUESTS = [
-    b"",
-    b"{",
-    b"null",
-    b'{"messages": NaN}',
-    b'{"messages": [{"role": "user", "content": "Hi"}], "temperature": NaN}',
-    b'{"messages": [{"role": "user", "content": "Hi"}], "temperature": 1e999}',
+    *(b"", b"{", b"null", b'{"messages": NaN}', b'{"messages": ' + b"[" * 100_000),
     b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
-    b'{"messages": ' + b"[" * 100_000,
-    b'{"messages": [{"role": "user", "content": "Hi"}], "response_format": ' + b'{"a":' * 50_000,
-    b'{"messages": [{"role": "user", "content": "Hi"}], "seed": ' + b"9" * 5000 + b"}",
+    *(BEGUN + b'"temperature": ' + number for number in (b"NaN}", b"1e999}")),
+    BEGUN + b'"response_format": ' + b'{"a":' * 50_000,
+    BEGUN + b'"seed": ' + b"9" * 5000 + b"}",
 ]
 
 
@@ -130,9 +119,8 @@ def test_fields_become_sampling_parameters() -> None:
     same |= {"cache_salt": "me", "speculation": {"max_nodes": 8}}
     body = {"messages": HI, "stop": "END", "logit_bias": {"42": -5}, "choice": ["yes", "no"]} | same
     fields = FieldPolicy().parse(ChatFields, json.dumps(body).encode())
-    assert fields.params(max_tokens=9) == SamplingParams(
-        stop=("END",), logit_bias={42: -5.0}, choice=("yes", "no"), max_tokens=9, **same
-    )
+    same |= {"stop": ("END",), "logit_bias": {42: -5.0}, "choice": ("yes", "no"), "max_tokens": 9}
+    assert fields.params(max_tokens=9) == SamplingParams(**same)
 
 
 def test_parts_of_each_type_are_given_to_the_template(recwarn: pytest.WarningsRecorder) -> None:

@@ -11,21 +11,13 @@ from typing import Any
 import pytest
 
 from specinfer.tokenizer import Tokenizer
-from tests.scripted_server import (
-    FACTS,
-    Script,
-    byte_tokenizer,
-    says,
-    says_in_steps,
-)
+from tests.scripted_server import FACTS, Script, byte_tokenizer, says, says_in_steps
 from tests.unit.serve.asked import HI, Asked, chunks
 
 PREFILLED = [*HI, {"role": "assistant", "content": "It is "}]
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
 PLAIN = TURNS + "{% if add_generation_prompt %}<assistant>{% endif %}"
-SWITCH = (
-    TURNS + "{% if add_generation_prompt %}<assistant>{% if not NAME %}<think></think>{% endif %}{% endif %}"
-)
+SWITCH = PLAIN.removesuffix("{% endif %}") + "{% if not NAME %}<think></think>{% endif %}{% endif %}"
 TEMPLATES = {
     "plain": PLAIN,
     "documents": "{% for one in documents or () %}[{{ one.title }}: {{ one.n }}]{% endfor %}" + PLAIN,
@@ -39,19 +31,15 @@ TEMPLATES = {
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
-    return {
-        name: byte_tokenizer(tmp_path_factory.mktemp("template"), template)
-        for name, template in TEMPLATES.items()
-    }
+    made = tmp_path_factory.mktemp
+    return {name: byte_tokenizer(made("template"), template) for name, template in TEMPLATES.items()}
 
 
 class Sent:
     """An answer, and the work that the engine got."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, path: str, body: Any, script: Script = (), **options: Any
-    ) -> None:
-        server = Asked(tokenizer, script or says("ok"), **options)
+    def __init__(self, tokenizer: Tokenizer, path: str, body: Any, script: Script = ()) -> None:
+        server = Asked(tokenizer, script or says("ok"))
         answer = server.http.post(path, json=body)
         self.status, self.text, self.chunks = answer.status_code, answer.text, chunks(answer)
         self.works, self._prompts = server.backend.works, server.prompts
@@ -65,8 +53,7 @@ class Sent:
     def param(self) -> str:
         assert self.status == 400, self.text
         assert self.works == []
-        named: str = json.loads(self.text)["error"]["param"]
-        return named
+        return str(json.loads(self.text)["error"]["param"])
 
 
 def chat(tokenizer: Tokenizer, script: Script = (), **body: Any) -> Sent:
@@ -97,9 +84,7 @@ def test_a_template_with_efforts_gets_them_unchanged(tokenizers: dict[str, Token
     assert Sent(tokenizers["effort"], "/responses", body).prompt == "minimalHi"
 
 
-def test_an_effort_has_no_effect_on_a_template_without_efforts_and_switches(
-    tokenizers: dict[str, Tokenizer],
-) -> None:
+def test_an_effort_that_the_template_lacks_has_no_effect(tokenizers: dict[str, Tokenizer]) -> None:
     for template, reasons in (("plain", False), ("always", True)):
         tokenizer = tokenizers[template]
         plain = chat(tokenizer).prompt
@@ -134,9 +119,8 @@ def test_a_prefilled_message_is_continued(tokenizers: dict[str, Tokenizer]) -> N
     for name in ("prefix", "partial"):
         sent = chat(plain, messages=[*HI, PREFILLED[-1] | {name: True}])
         assert sent.prompt == prefilled.prompt
-        assert chat(plain, messages=[*HI, PREFILLED[-1] | {name: False}]).prompt.endswith(
-            "</assistant><assistant>"
-        )
+        new = chat(plain, messages=[*HI, PREFILLED[-1] | {name: False}])
+        assert new.prompt.endswith("</assistant><assistant>")
     items = {"input": PREFILLED, "continue_final_message": True}
     assert Sent(plain, "/responses", items).prompt == prefilled.prompt
     counted = Sent(plain, "http://server/tokenize", {"messages": PREFILLED, "continue_final_message": True})
@@ -228,23 +212,22 @@ def test_the_begin_of_text_token_may_be_left_out(tmp_path: Path) -> None:
     assert seen == [True, True, False, False, True, False, False]
 
 
+DUCKS = "🦆" * 100_000
+OBJECTS = ("speculation", "logit_bias", "chat_template_kwargs", "structured_outputs")
+CHATS: list[dict[str, Any]] = [
+    *({name: {DUCKS: 1}} for name in OBJECTS),
+    *({"speculation": {"verifier": DUCKS}}, {"logit_bias": [[DUCKS, 1]]}),
+    *({name: DUCKS} for name in ("logprobs_mode", "temperature")),
+    *({name: int("9" * 4000)} for name in ("seed", "mirostat")),
+]
 LONG: list[tuple[str, dict[str, Any]]] = [
-    ("/responses", {"input": "a", "previous_response_id": "🦆" * 100_000}),
-    ("/chat/completions", {"messages": HI, "speculation": {"🦆" * 100_000: 1}}),
-    ("/chat/completions", {"messages": HI, "speculation": {"verifier": "🦆" * 100_000}}),
-    ("/chat/completions", {"messages": HI, "logit_bias": {"🦆" * 100_000: 1}}),
-    ("/chat/completions", {"messages": HI, "logit_bias": [["🦆" * 100_000, 1]]}),
-    ("/chat/completions", {"messages": HI, "chat_template_kwargs": {"🦆" * 100_000: 1}}),
-    ("/chat/completions", {"messages": HI, "logprobs_mode": "🦆" * 100_000}),
-    ("/chat/completions", {"messages": HI, "structured_outputs": {"🦆" * 100_000: 1}}),
-    ("/chat/completions", {"messages": HI, "temperature": "🦆" * 100_000}),
-    ("/chat/completions", {"messages": HI, "seed": int("9" * 4000)}),
-    ("/chat/completions", {"messages": HI, "mirostat": int("9" * 4000)}),
-    ("/responses", {"input": "a", "text": {"format": {"type": "🦆" * 100_000}}}),
-    ("/responses", {"input": [{"type": "🦆" * 100_000}]}),
-    ("/responses", {"input": [{"type": "function_call_output", "call_id": "🦆" * 99_999, "output": ""}]}),
+    *(("/chat/completions", {"messages": HI, **body}) for body in CHATS),
+    ("/responses", {"input": "a", "previous_response_id": DUCKS}),
+    ("/responses", {"input": "a", "text": {"format": {"type": DUCKS}}}),
+    ("/responses", {"input": [{"type": DUCKS}]}),
+    ("/responses", {"input": [{"type": "function_call_output", "call_id": DUCKS, "output": ""}]}),
     ("http://server/%F0%9F%A6%86" + "a" * 5000, {}),
-    ("/responses", {"input": "a", "tool_choice": {"type": "🦆" * 100_000}}),
+    ("/responses", {"input": "a", "tool_choice": {"type": DUCKS}}),
 ]
 
 

@@ -127,12 +127,8 @@ for around, piece, _ in json.loads(sys.argv[2]):
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_a_body_takes_a_few_times_its_bytes() -> None:
     size = 2 << 20
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(size), json.dumps(list(WIDE.values()))],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = [sys.executable, "-c", MEASURE, str(size), json.dumps(list(WIDE.values()))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     lines = [[int(one) for one in line.split()] for line in done.stdout.splitlines()]
     found = dict(zip(WIDE, zip(lines[::2], lines[1::2], strict=True), strict=True))
     for name, (_, _, status) in WIDE.items():

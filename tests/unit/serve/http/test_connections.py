@@ -106,10 +106,8 @@ def test_endless_and_malformed_requests_end_their_connection() -> None:
                 heard = await client.hear()
             except ConnectionError:
                 continue  # its last bytes came too late
-            assert b" 400 " in heard.partition(b"\r\n")[0] or (b"chunked" in head and not heard), (
-                name,
-                heard,
-            )
+            refused = b" 400 " in heard.partition(b"\r\n")[0]
+            assert refused or (b"chunked" in head and not heard), (name, heard)
 
     run(test)
 
@@ -133,11 +131,9 @@ def test_requests_are_answered_in_their_order_and_not_upgraded(size: int) -> Non
             await asyncio.sleep(0)
         heard = await client.hear(b"/end 0 bytes, 1 headers.")
         found = re.findall(rb"(/\w+ \d+ bytes, \d+ headers)", heard)
-        assert found == [
-            *([b"/x 11 bytes, 5 headers"] * 2),
-            *(b"/y 0 bytes, 1 headers", b"/x 5 bytes, 2 headers"),
-            *(b"/deaf 0 bytes, 2 headers", b"/end 0 bytes, 1 headers"),
-        ]
+        upgraded, plain = b"/x 11 bytes, 5 headers", b"/y 0 bytes, 1 headers"
+        assert found[:4] == [upgraded, upgraded, plain, b"/x 5 bytes, 2 headers"]
+        assert found[4:] == [b"/deaf 0 bytes, 2 headers", b"/end 0 bytes, 1 headers"]
 
     run(test)
 

@@ -100,19 +100,16 @@ def test_a_stream_starts_at_admission_and_is_kept_alive() -> None:
     a, b, done = event("a").encode(), event("b").encode(), b"data: [DONE]\n\n"
     ping = PING.encode()
     expected = [(1.0, b"start"), *((t, ping) for t in (16.0, 31.0)), (42.0, a), (57.0, ping), (62.0, b)]
-    assert sent(delayed(41.0, "a", "b", pause=20.0), ping=15.0) == [
-        *expected,
-        *((77.0, ping), (82.0, done), (82.0, b"")),
-    ]
+    expected += [(77.0, ping), (82.0, done), (82.0, b"")]
+    assert sent(delayed(41.0, "a", "b", pause=20.0), ping=15.0) == expected
     quiet = sent(delayed(41.0, "a"), ping=0.0)
     assert quiet == [(1.0, b"start"), (42.0, a), (42.0, done), (42.0, b"")]
 
 
 def test_a_failure_after_admission_is_the_last_event() -> None:
     error = ApiError("the engine died", status=500)
-    assert sent(delayed(9.0, error), ping=5.0) == [
-        *((1.0, b"start"), (6.0, PING.encode()), (10.0, error.event.encode()), (10.0, b"")),
-    ]
+    expected = [(1.0, b"start"), (6.0, PING.encode()), (10.0, error.event.encode()), (10.0, b"")]
+    assert sent(delayed(9.0, error), ping=5.0) == expected
 
 
 @pytest.mark.parametrize("gone_after", [0.5, 3.0])  # before it is admitted, and before the first word

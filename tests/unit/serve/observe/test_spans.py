@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from specinfer.serve.observe.metrics import Metrics
 from specinfer.serve.observe.spans import Spans
 from specinfer.serve.startup import observers
 from specinfer.tokenizer import Tokenizer
-from tests.scripted_server import MODEL, says
+from tests.scripted_server import MODEL, Script, says
 from tests.unit.serve.asked import Asked
 
 EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
@@ -28,60 +28,46 @@ TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 def spans_of(
-    tokenizer: Tokenizer,
-    answers: Sequence[Sequence[Delta | Exception]],
-    path: str,
-    body: Mapping[str, Any],
-    headers: Mapping[str, str],
+    tokenizer: Tokenizer, answer: Script, path: str, body: Mapping[str, Any], **headers: str
 ) -> tuple[list[ReadableSpan], str]:
     """The spans of one request, and its id."""
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     spans = Spans(provider, MODEL)
-    http = Asked(tokenizer, *answers, observers=[spans.observe]).http
-    answer = http.post(path, json=body, headers=headers)
+    http = Asked(tokenizer, answer, observers=[spans.observe]).http
+    request_id = http.post(path, json=body, headers=headers).headers["x-request-id"]
     spans.close()
-    return list(exporter.get_finished_spans()), answer.headers["x-request-id"]
+    return list(exporter.get_finished_spans()), request_id
 
 
 def test_a_span_has_parameters_and_counts_but_no_text(tokenizer: Tokenizer) -> None:
-    figures = SpeculationFigures(
-        steps=2, output_tokens=5, drafted_tokens=6, accepted_tokens=3, accepted_by={"lookup": 3}
-    )
+    counts = {"steps": 2, "output_tokens": 5, "drafted_tokens": 6, "accepted_tokens": 3}
+    figures = SpeculationFigures(**counts, accepted_by={"lookup": 3})
     script = says("Hel", "lo", figures=figures, cached_tokens=4)
     body = {"input": "my secret", "temperature": 0, "max_output_tokens": 9, "seed": 3, "stream": True}
     headers = {"traceparent": f"00-{TRACE}-{CALLER}-01", "tracestate": "vendor=x"}
-    [span], request_id = spans_of(tokenizer, [script], "/responses", body, headers)
+    [span], request_id = spans_of(tokenizer, script, "/responses", body, **headers)
     assert span.name == f"chat {MODEL}"
     assert span.kind is SpanKind.SERVER
     assert (f"{span.parent.trace_id:032x}", f"{span.parent.span_id:016x}") == (TRACE, CALLER)
     assert span.parent.trace_state["vendor"] == "x"
-    span_attributes = dict(span.attributes or {})
-    first = span_attributes.pop("gen_ai.response.time_to_first_chunk")
+    found = dict(span.attributes or {})
+    first = found.pop("gen_ai.response.time_to_first_chunk")
     assert isinstance(first, float)
     assert 0 <= first <= (span.end_time - span.start_time) / 1e9 + 0.05
-    assert span_attributes == {
-        "gen_ai.operation.name": "chat",
-        "gen_ai.provider.name": "specinfer",
-        "gen_ai.request.model": MODEL,
-        "gen_ai.response.model": MODEL,
-        "gen_ai.request.temperature": 0.0,
-        "gen_ai.request.top_p": 1.0,
-        "gen_ai.request.seed": 3,
-        "gen_ai.request.max_tokens": 9,
-        "gen_ai.request.presence_penalty": 0.0,
-        "gen_ai.request.frequency_penalty": 0.0,
-        "gen_ai.usage.input_tokens": len("user: my secret\nassistant: "),
-        "gen_ai.usage.output_tokens": 5,
+    asked = {"model": MODEL, "temperature": 0.0, "top_p": 1.0, "seed": 3, "max_tokens": 9}
+    asked |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+    usage = {"input_tokens": len("user: my secret\nassistant: "), "output_tokens": 5}
+    of_steps = {"steps": 2, "drafted_tokens": 6, "accepted_tokens": 3, "tokens_per_step": 2.5}
+    assert found == {
+        **{"gen_ai.operation.name": "chat", "gen_ai.provider.name": "specinfer"},
+        **{f"gen_ai.request.{name}": value for name, value in asked.items()},
+        **{f"gen_ai.usage.{name}": value for name, value in usage.items()},
         "gen_ai.usage.cache_read.input_tokens": 4,
-        "gen_ai.response.finish_reasons": ("stop",),
-        "specinfer.request_id": request_id,
-        "specinfer.index": 0,
-        "specinfer.speculation.steps": 2,
-        "specinfer.speculation.drafted_tokens": 6,
-        "specinfer.speculation.accepted_tokens": 3,
-        "specinfer.speculation.tokens_per_step": 2.5,
+        **{"gen_ai.response.model": MODEL, "gen_ai.response.finish_reasons": ("stop",)},
+        **{"specinfer.request_id": request_id, "specinfer.index": 0},
+        **{f"specinfer.speculation.{name}": value for name, value in of_steps.items()},
         "specinfer.speculation.accepted_by.lookup": 3,
     }
     assert span.status.status_code is StatusCode.UNSET
@@ -89,24 +75,18 @@ def test_a_span_has_parameters_and_counts_but_no_text(tokenizer: Tokenizer) -> N
 
 def test_an_answer_that_fails_is_an_error(tokenizer: Tokenizer) -> None:
     wrong = Delta("", finish_reason=FinishReason.ERROR, error="my secret leaves no token")
-    [span], _ = spans_of(tokenizer, [[wrong]], "/completions", {"prompt": "p"}, {})
+    [span], _ = spans_of(tokenizer, [wrong], "/completions", {"prompt": "p"})
     assert span.status.status_code is StatusCode.ERROR
     assert span.status.description is None
-    assert (span.attributes or {})["gen_ai.response.finish_reasons"] == ("error",)
-    assert (span.attributes or {})["error.type"] == "request_error"
+    found = dict(span.attributes or {})
+    assert (found["gen_ai.response.finish_reasons"], found["error.type"]) == (("error",), "request_error")
 
 
-def test_missing_packages_are_named_with_their_install_command(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_packages_are_named_to_install(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, EXPORTER, None)
     wanted = ServeConfig(otlp_endpoint="http://localhost:4318")
-    with (
-        pytest.raises(
-            ConfigError, match=r"opentelemetry\..* is not installed; .*pip install 'specinfer\[otel\]'"
-        ),
-        observers(wanted, MODEL, Metrics(MODEL), tokenizer),
-    ):
+    message = r"opentelemetry\..* is not installed; .*pip install 'specinfer\[otel\]'"
+    with pytest.raises(ConfigError, match=message), observers(wanted, MODEL, Metrics(MODEL), tokenizer):
         pass
 
 

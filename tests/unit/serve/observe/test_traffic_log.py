@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,8 @@ class Logged:
     def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
         self.path = folder / "traffic.jsonl"
         self._losses = threading.Semaphore(0)
-        self.log = TrafficLog(
-            str(self.path), 1 << 20, model=MODEL, tokenizer=tokenizer, lost=self._losses.release
-        )
+        where, lost = str(self.path), self._losses.release
+        self.log = TrafficLog(where, 1 << 20, model=MODEL, tokenizer=tokenizer, lost=lost)
 
     def lost(self, count: int) -> bool:
         """Whether that many completions have been lost, and soon."""
@@ -101,20 +101,11 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_line_has_all_of_a_completion(tmp_path: Path, logged: Logged, tokenizer: Tokenizer) -> None:
     figures = SpeculationFigures(steps=2, accepted_tokens=1, accepted_by={"lookup": 1})
     script = says("caf", "\u00e9", figures=figures, cached_tokens=3)
-    body = {
-        "messages": [{"role": "user", "content": SECRET}],
-        "temperature": 0.5,
-        "seed": 7,
-        "max_tokens": 9,
-        "cache_salt": "mine",
-        "logprobs": True,
-        "response_format": {"type": "json_object"},
-        "speculation": False,
-    }
-
-    answer = Asked(tokenizer, script, observers=[logged.log.observe]).http.post(
-        "/chat/completions", json=body
-    )
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": SECRET}], "temperature": 0.5, "seed": 7}
+    body |= {"max_tokens": 9, "cache_salt": "mine", "logprobs": True, "speculation": False}
+    body["response_format"] = {"type": "json_object"}
+    http = Asked(tokenizer, script, observers=[logged.log.observe]).http
+    answer = http.post("/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
     [line] = logged.lines()
     assert line.pop("time")[-1] == "Z"
@@ -122,26 +113,10 @@ def test_a_line_has_all_of_a_completion(tmp_path: Path, logged: Logged, tokenize
     assert line.pop("params").pop("speculation")["enabled"] is False
     prompt = f"user: {SECRET}\nassistant: "
     assert line == {
-        "request_id": answer.headers["x-request-id"],
-        "index": 0,
-        "model": MODEL,
-        "prompt": prompt,
-        "prompt_token_ids": list(prompt.encode()),
-        "text": "caf\u00e9",
-        "token_ids": [99, 97, 102, 195, 169],
-        "finish_reason": "stop",
-        "cached_tokens": 3,
-        "prefix_miss": None,
-        "figures": {
-            "steps": 2,
-            "output_tokens": 0,
-            "drafted_tokens": 0,
-            "accepted_tokens": 1,
-            "accepted_per_depth": [],
-            "drafted_per_depth": [],
-            "accepted_by": {"lookup": 1},
-            "proposed_by": {},
-        },
+        **{"request_id": answer.headers["x-request-id"], "index": 0, "model": MODEL},
+        **{"prompt": prompt, "prompt_token_ids": list(prompt.encode())},
+        **{"text": "caf\u00e9", "token_ids": [99, 97, 102, 195, 169], "finish_reason": "stop"},
+        **{"cached_tokens": 3, "prefix_miss": None, "figures": asdict(figures)},
     }
 
 
@@ -157,9 +132,7 @@ def test_each_completion_that_ended_by_itself_has_a_line(logged: Logged, tokeniz
     assert found == [(first, 0, "one", "stop"), (first, 1, "two", "length")]
 
 
-def test_a_full_disk_costs_its_lines_alone(
-    logged: Logged, disk: FullDisk, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_loses_lines(logged: Logged, disk: FullDisk, caplog: pytest.LogCaptureFixture) -> None:
     logged.complete("a", "b", "c")
     assert logged.lost(3)
     disk.full = False
@@ -204,11 +177,8 @@ def test_the_option_opens_the_log_and_metrics_count_lost_lines(tmp_path: Path, t
     assert f'specinfer:traffic_log_lost_total{{model_name="{MODEL}"}} 1.0' in exposition
     with observers(ServeConfig(), MODEL, metrics, tokenizer) as found:
         assert found == []
-    nowhere = ServeConfig(log_traffic=str(tmp_path / "no" / "file"))
-    with (
-        pytest.raises(ConfigError, match=r"cannot write log_traffic .*No such file"),
-        observers(nowhere, MODEL, metrics, tokenizer),
-    ):
+    nowhere, message = ServeConfig(log_traffic=str(tmp_path / "no" / "file")), "cannot write .*No such file"
+    with pytest.raises(ConfigError, match=message), observers(nowhere, MODEL, metrics, tokenizer):
         pass
 
 
@@ -230,10 +200,8 @@ def test_only_the_owner_may_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     new, old = tmp_path / "new", tmp_path / "old"
     old.write_bytes(b"before\n")
     old.chmod(0o644)
-    changed: list[int] = []
-    monkeypatch.setattr(
-        os, "fchmod", lambda number, mode, real=os.fchmod: (changed.append(mode), real(number, mode))
-    )
+    changed, fchmod = list[int](), os.fchmod
+    monkeypatch.setattr(os, "fchmod", lambda number, mode: (changed.append(mode), fchmod(number, mode)))
     for path in (new, old):
         append(path, b"line")
         assert mode(path) == 0o600
@@ -301,9 +269,7 @@ def test_a_line_behind_a_torn_one_stands_alone(tmp_path: Path) -> None:
     assert path.read_bytes() == b"whole\nkil\nnext\nafter\n"
 
 
-def test_a_line_that_does_not_fit_on_the_disk_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_that_does_not_fit_on_disk_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, write = tmp_path / "log", os.write
     file = PrivateLines(str(path), PLENTY)
 
