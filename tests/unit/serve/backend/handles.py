@@ -19,6 +19,7 @@ from specinfer.serve.backend.work import EngineInfo, Work
 
 CONFIG = EngineConfig(model="m")
 WORK = Work("w", (1,), SamplingParams(seed=1))
+Backends = AsyncIterator[ReplicaBackend]
 
 
 class Handle:
@@ -29,23 +30,19 @@ class Handle:
     fingerprint = "one"
 
     def __init__(self, log: tuple[str, str], number: int = 0, count: int = 1, cluster: Any = None) -> None:
-        self.number = number
-        self.cluster = cluster
+        self.number, self.cluster = number, cluster
         self.given: list[Work] = []
         self.gone: list[str] = []  # works that were aborted
         self.written: dict[str, int] = {}  # tokens by work
         self.status: int | None = None
         self.pid = len(self.made)
-        self.killed = False
-        self.closed = False
+        self.killed = self.closed = False
         self.is_stopped = False  # True: it answers no "ask" message
         self.state = Statistics()  # its answer to "ask"
         self.made.append(self)
 
-    async def start(
-        self, config: EngineConfig, loop: Any, deliver: Callable[..., None], died: Callable[..., None]
-    ) -> EngineInfo:
-        self._deliver, self._died = deliver, died
+    async def start(self, config: EngineConfig, loop: Any, *listeners: Callable[..., None]) -> EngineInfo:
+        self._deliver, self._died = listeners
         self.config = config
         return EngineInfo(10_000, self.max_length, fingerprint=self.fingerprint)
 
@@ -131,9 +128,7 @@ async def answering(backend: ReplicaBackend, names: str) -> list[Answering]:
 
 
 @asynccontextmanager
-async def engines(
-    count: int = 1, config: EngineConfig = CONFIG, **options: Any
-) -> AsyncIterator[ReplicaBackend]:
+async def engines(count: int = 1, config: EngineConfig = CONFIG, **options: Any) -> Backends:
     """A backend whose first engine runs; works that are in progress at the end are cancelled."""
     backend = ReplicaBackend(config, count, **options)
     await backend.start()
@@ -144,7 +139,7 @@ async def engines(
 
 
 @asynccontextmanager
-async def replicas(count: int, **options: Any) -> AsyncIterator[ReplicaBackend]:
+async def replicas(count: int, **options: Any) -> Backends:
     """A backend whose engines all run, which leaves no task behind."""
     async with engines(count, **options) as backend:
         await asyncio.sleep(1)

@@ -78,10 +78,8 @@ class Listeners:
     def grew(self) -> bool:
         """Whether each text that goes on is longer by 24 characters than when this was last True."""
         lengths = [len(text) for text in self.texts]
-        waits = any(
-            one.is_alive() and new < old + 24
-            for one, new, old in zip(self._threads, lengths, self._grew_from, strict=True)
-        )
+        both = zip(self._threads, lengths, self._grew_from, strict=True)
+        waits = any(one.is_alive() and new < old + 24 for one, new, old in both)
         if not waits:
             self._grew_from = lengths
         return not waits

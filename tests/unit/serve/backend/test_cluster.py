@@ -43,13 +43,7 @@ def test_replicas_share_the_cpus_of_a_cluster() -> None:
 
 def test_replicas_that_do_not_fit_are_refused_with_the_free_cpus() -> None:
     cases: list[tuple[list[float], int, int, int | None, str]] = [
-        (
-            [2],
-            3,
-            1,
-            None,
-            r"--replicas 3 with at least 1 CPUs each do not fit .* have 2 free CPUs, room for 2",
-        ),
+        ([2], 3, 1, None, r"--replicas 3 with at least 1 CPUs each do not fit .* 2 free CPUs, room for 2"),
         ([1, 3, 1], 2, 2, None, r"with at least 2 CPUs each .* have 1, 3, 1 free CPUs, room for 1"),
         ([8, 4], 3, 2, 6, r"with at least 6 CPUs each .* have 8, 4 free CPUs, room for 1"),
         ([], 1, 1, None, r"have 0 free CPUs, room for 0"),
@@ -59,9 +53,7 @@ def test_replicas_that_do_not_fit_are_refused_with_the_free_cpus() -> None:
             pytest.fail(f"{free!r}: {cpus_of_each(free, count, ranks, requested)}")
 
 
-def test_the_cluster_is_that_of_the_environment_or_of_ray_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cluster_is_named_or_that_of_ray_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     with pytest.raises(ConfigError, match="no Ray cluster runs on this host; start one with `ray start"):
@@ -103,11 +95,9 @@ def test_a_cluster_that_cannot_be_used_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_options_that_actors_lack_are_refused() -> None:
+    master = {"tensor_parallel": 2, "quantization": "int8", "master": "10.0.0.1:29500", "key_file": "k"}
     cases: list[tuple[dict[str, Any], str]] = [
-        (
-            {"tensor_parallel": 2, "quantization": "int8", "master": "10.0.0.1:29500", "key_file": "k"},
-            "cluster is ray with master; an actor's ranks are processes of its node",
-        ),
+        (master, "cluster is ray with master; an actor's ranks are processes of its node"),
         ({"device": "cuda"}, "cluster is ray with device 'cuda'; actors are given CPUs alone"),
     ]
     for options, message in cases:
@@ -122,16 +112,11 @@ NAME = "specinfer.serve.backend.ray_relay"
 @pytest.fixture
 def ray_relay(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module with a Ray that has only names."""
-    names = {
-        "ray": ["get"],
-        "ray.exceptions": ["RayError"],
-        "ray.util": ["placement_group"],
-        "ray.util.scheduling_strategies": ["PlacementGroupSchedulingStrategy"],
-    }
-    for module, members in names.items():
+    scheduling = "ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy"
+    for name in ("ray.get", "ray.exceptions.RayError", "ray.util.placement_group", scheduling):
+        module, _, member = name.rpartition(".")
         made = ModuleType(module)
-        for member in members:
-            setattr(made, member, type(member, (Exception,), {}))
+        setattr(made, member, type(member, (Exception,), {}))
         monkeypatch.setitem(sys.modules, module, made)
     monkeypatch.setitem(sys.modules, NAME, None)  # forgotten afterwards
     del sys.modules[NAME]
@@ -143,14 +128,9 @@ def remote(call: Callable[..., object]) -> Any:
     return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=call))
 
 
-@pytest.mark.parametrize(("lost", "status"), [(False, 0), (True, 75)])
+@pytest.mark.parametrize("lost", [False, True])
 def test_messages_after_the_servers_end_are_dropped(
-    ray_relay: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-    lost: bool,
-    status: int,
+    ray_relay: Any, lost: bool, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     received: Queue[bytes] = Queue()
 
@@ -162,9 +142,8 @@ def test_messages_after_the_servers_end_are_dropped(
         yield [(False, b"one more"), (True, b"the last line\n")]
 
     actor = SimpleNamespace(serve=remote(lambda *_: engine()), send=remote(received.put))
-    monkeypatch.setattr(ray_relay, "connect", lambda _: None)
-    monkeypatch.setattr(ray_relay, "start_actor", lambda *_: actor)
-    monkeypatch.setattr(ray_relay.ray, "get", lambda value: value)
+    ray_relay.connect, ray_relay.start_actor = lambda _: None, lambda *_: actor
+    ray_relay.ray.get = lambda value: value
     server, its = Pipe()
     server.send_bytes(b"a config")
     with ThreadPoolExecutor(1) as pool:
@@ -172,7 +151,7 @@ def test_messages_after_the_servers_end_are_dropped(
         assert server.recv_bytes() == b"ready"
         if not lost:
             server.close()
-        assert ended.result(10) == status
+        assert ended.result(10) == (75 if lost else 0)
     assert ("the last line" in capsys.readouterr().err) is not lost
     assert ("the actor is lost: its node is gone" in caplog.text) is lost
     server.close()

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from specinfer.config import EngineConfig
 from specinfer.engine.steps import Statistics
 from specinfer.errors import UserError
 from specinfer.request import Delta
@@ -21,7 +20,7 @@ from specinfer.serve.backend import engine_child, replica
 from specinfer.serve.backend.engine_child import EngineChild
 from specinfer.serve.backend.replica_backend import ReplicaBackend
 from specinfer.serve.backend.work import BackendError
-from tests.unit.serve.backend.handles import WORK, Answering, Handle, cannot_start, engines
+from tests.unit.serve.backend.handles import CONFIG, WORK, Answering, Handle, cannot_start, engines
 
 # It is ready at once, and the first time it does something else then.
 ENGINE = """#!{python}
@@ -63,9 +62,7 @@ def restarts(backend: ReplicaBackend) -> int:
     return sum(one.restarts for one in backend._replicas)
 
 
-async def test_what_an_engine_sent_before_it_died_arrives_although_a_write_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_a_dead_engine_sent_still_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The works of its last step are the ones to blame."""
     last = "connection.send(('a', 'x' * 100000)); connection.send(('b',)); sys.exit(3)"
     start_engines_that(last, tmp_path, monkeypatch)
@@ -73,12 +70,8 @@ async def test_what_an_engine_sent_before_it_died_arrives_although_a_write_fails
     heard: list[tuple[Any, ...]] = []
     ended: list[int | None] = []
     child = EngineChild(("info", "text"))
-    loop = asyncio.get_running_loop()
-    await child.start(
-        *(EngineConfig(model="m"), loop),
-        lambda _, message: heard.append(message),
-        lambda one: ended.append(one.status),
-    )
+    listeners = lambda _, message: heard.append(message), lambda one: ended.append(one.status)
+    await child.start(CONFIG, asyncio.get_running_loop(), *listeners)
     child._process.wait()  # the loop has read nothing meanwhile
     child.send(("abort", []))
     await until(lambda: bool(ended))
@@ -95,28 +88,24 @@ async def test_an_engine_that_stays_stopped_is_restarted(
     assert "the engine has been stopped for 1 seconds and is killed" in caplog.text
 
 
-def test_an_engine_that_is_closed_is_hung_up_on_and_ends_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_closed_engine_is_hung_up_on_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others are killed, and while they load, the reason may be memory."""
     start_engines_that("pass", tmp_path, monkeypatch)
 
     async def run() -> EngineChild:
         child, killed = EngineChild(("info", "text")), EngineChild(("info", "text"))
-        loop = asyncio.get_running_loop()
+        given = CONFIG, asyncio.get_running_loop(), lambda *_: None, lambda *_: None
         killed.kill()
         with pytest.raises(BackendError, match="status -9 before it was ready: it was killed, as the system"):
-            await killed.start(EngineConfig(model="m"), loop, lambda *_: None, lambda *_: None)
-        await child.start(EngineConfig(model="m"), loop, lambda *_: None, lambda *_: None)
+            await killed.start(*given)
+        await child.start(*given)
         await child.close()
         return child
 
     assert asyncio.run(run()).status == 0  # it was not killed
 
 
-async def test_the_loop_never_waits_for_a_process_that_hung_up_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_loop_waits_for_no_mute_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start_engines_that("connection.close(); time.sleep(600)", tmp_path, monkeypatch)
     waits: list[str] = []
     wait = subprocess.Popen.wait
@@ -188,8 +177,7 @@ async def test_busy_works_are_blamed_for_a_crash(name: str, replicas: int, handl
             engine.gone += [work.id] * last
             engine.writes(work.id, 7, last=last)
 
-    config = EngineConfig(model="m").with_options({"max_batch_size": 2})
-    async with engines(replicas, config) as backend:
+    async with engines(replicas, CONFIG.with_options({"max_batch_size": 2})) as backend:
         await asyncio.sleep(1)
         asked = [asyncio.ensure_future(ask(backend, name)) for name in "abcd"]
         await asyncio.sleep(0)
@@ -203,9 +191,7 @@ async def test_busy_works_are_blamed_for_a_crash(name: str, replicas: int, handl
     assert lengths == {name: 3 for name in "abcd" if name not in case.blamed}
 
 
-async def test_requests_fail_if_no_engine_can_be_started(
-    handles: list[Handle], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_requests_fail_without_engines(handles: list[Handle], monkeypatch: pytest.MonkeyPatch) -> None:
     async with engines() as backend:
         monkeypatch.setattr(replica, "EngineChild", cannot_start(0, 10_000, UserError("the model is gone")))
         handles[0].dies()
@@ -251,17 +237,14 @@ async def test_an_engine_that_gives_no_sign_of_life_is_started_again(handles: li
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_an_engine_that_answers_while_its_step_hangs_is_started_again(
-    handles: list[Handle], caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_step_that_hangs_is_ended(handles: list[Handle], caplog: pytest.LogCaptureFixture) -> None:
     async with engines(timeout=120.0) as backend:
         received = asyncio.ensure_future(anext(backend.generate([WORK])))
         await asyncio.sleep(13)
         began = asyncio.get_running_loop().time()
         for _ in range(119):  # until a second before the limit
-            handles[0].state = Statistics(
-                steps=7, running=1, step_seconds=asyncio.get_running_loop().time() - began
-            )
+            seconds = asyncio.get_running_loop().time() - began
+            handles[0].state = Statistics(steps=7, running=1, step_seconds=seconds)
             await asyncio.sleep(1)
         assert not handles[0].killed
         await asyncio.sleep(14)

@@ -29,12 +29,8 @@ from tests.kernels import kernels
 from tests.tiny_models import write_tiny_llama
 
 LONG = SamplingParams(seed=1, max_tokens=200, ignore_eos=True)
-ENGINE: dict[str, Any] = {
-    "lookup": False,
-    "dtype": "float32",
-    "kv_cache_memory": 1 << 24,
-    "tree_size": "fixed",
-}
+ENGINE: dict[str, Any] = {"lookup": False, "dtype": "float32", "kv_cache_memory": 1 << 24}
+ENGINE["tree_size"] = "fixed"
 
 
 @contextmanager
@@ -73,10 +69,7 @@ def deltas_until_end(server: Connection, *names: str) -> list[Delta]:
 
 
 def ends(name: str) -> Any:
-    return lambda message: (
-        message[0] == "deltas"
-        and any(delta.id == name and delta.finish_reason is not None for delta in message[1])
-    )
+    return lambda message: any(one.id == name and one.finish_reason for one in deltas_of([message]))
 
 
 def test_busy_works_are_reported_before_anything_is_computed(folder: Path) -> None:
@@ -103,9 +96,7 @@ def llm(folder: Path) -> Iterator[LLM]:
         yield made
 
 
-def test_new_grammars_that_compile_slowly_delay_no_plain_work(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_grammars_that_compile_slowly_delay_no_plain_work(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     compiles, compile_form = threading.Event(), GrammarCompiler.compile
 
     def slow(self: GrammarCompiler, form: StructuredOutput) -> Grammar:
@@ -140,9 +131,7 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize("error", [Panic("it panics"), ValueError("a bug")])
-def test_a_work_that_cannot_be_started_is_answered_for_any_exception(
-    llm: LLM, error: BaseException, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_exception_is_answered(llm: LLM, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **more: Any) -> None:
         raise error
 
@@ -230,13 +219,10 @@ def test_an_answer_says_first_that_it_is_admitted_and_when_its_first_step_begins
     with LLM(folder, **ENGINE, max_batch_size=1) as llm, serving(llm) as server:
         server.send(("add", [Work("a", (65, 66), LONG), Work("b", (67, 68), LONG)]))
         deltas = deltas_until_end(server, "a", "b")
-    order = [
-        (delta.id, "begins" if delta.started else "ends" if delta.finish_reason else "is taken")
-        for delta in deltas
-        if delta.is_empty or delta.finish_reason
-    ]
+    told = [delta for delta in deltas if delta.is_empty or delta.finish_reason]
+    order = [(one.id, "begins" if one.started else "ends" if one.finish_reason else "taken") for one in told]
     one, other = (name for name, what in order if what == "begins")  # threads take them in any order
-    assert sorted(order[:3]) == sorted([(one, "begins"), ("a", "is taken"), ("b", "is taken")])
+    assert sorted(order[:3]) == sorted([(one, "begins"), ("a", "taken"), ("b", "taken")])
     assert order[3:] == [(one, "ends"), (other, "begins"), (other, "ends")]
     assert [delta.started for delta in deltas].count(True) == 2
 

@@ -10,30 +10,17 @@ from typing import Any
 import pytest
 
 from specinfer import SamplingParams
-from specinfer.config import EngineConfig
 from specinfer.engine.steps import Statistics
 from specinfer.errors import UserError
 from specinfer.serve.backend import replica, replica_backend
 from specinfer.serve.backend.work import BackendError
 from specinfer.serve.observe.metrics import Metrics
-from tests.unit.serve.backend.handles import (
-    MSS,
-    WORK,
-    Answering,
-    Handle,
-    Late,
-    answering,
-    cannot_start,
-    engines,
-    given,
-    replicas,
-)
+from tests.unit.serve.backend import handles as scripted
+from tests.unit.serve.backend.handles import MSS, WORK, Answering, Handle, Late, answering, engines, given
 
 
-async def test_works_of_a_session_go_to_one_replica_and_go_on_at_another_when_it_dies(
-    handles: list[Handle],
-) -> None:
-    async with replicas(2) as backend:
+async def test_a_sessions_works_share_a_replica_and_go_on_when_it_dies(handles: list[Handle]) -> None:
+    async with scripted.replicas(2) as backend:
         assert [one.number for one in handles] == [0, 1]
         works = [Answering(backend, f"{who}{turn}", session=who) for turn in (1, 2) for who in "abcdef"]
         await asyncio.sleep(0)
@@ -62,10 +49,8 @@ async def test_works_of_a_session_go_to_one_replica_and_go_on_at_another_when_it
         assert (await backend.health()).handed_on == len(mine)
 
 
-async def test_a_started_work_continues_only_with_an_engine_of_its_fingerprint(
-    handles: list[Handle], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with replicas(1) as backend:
+async def test_a_text_keeps_its_fingerprint(handles: list[Handle], monkeypatch: pytest.MonkeyPatch) -> None:
+    async with scripted.replicas(1) as backend:
         monkeypatch.setattr(Handle, "fingerprint", "another")
         started, new = Answering(backend, "begun"), Answering(backend, "new")
         await asyncio.sleep(0)
@@ -79,10 +64,8 @@ async def test_a_started_work_continues_only_with_an_engine_of_its_fingerprint(
         assert await new.task == [1]
 
 
-async def test_a_suspect_waits_for_an_engine_without_others(
-    handles: list[Handle], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with replicas(3) as backend:
+async def test_a_suspect_waits_to_be_alone(handles: list[Handle], monkeypatch: pytest.MonkeyPatch) -> None:
+    async with scripted.replicas(3) as backend:
         monkeypatch.setattr(replica, "EngineChild", Late)
         works = await answering(backend, "abcdefghi")
         killer = "a"
@@ -115,11 +98,9 @@ class OfItsOwnKind(Handle):
         self.fingerprint = f"kind {number}"
 
 
-async def test_a_work_waits_for_a_starting_engine_of_its_fingerprint(
-    handles: list[Handle], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_work_awaits_its_fingerprint(handles: list[Handle], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica, "EngineChild", OfItsOwnKind)
-    async with replicas(2) as backend:
+    async with scripted.replicas(2) as backend:
         await answering(backend, "abcdef")
         untouched, *started = sorted(given(handles[0]))
         for name in started:
@@ -143,7 +124,7 @@ async def test_replicas_share_the_cores(handles: list[Handle], monkeypatch: pyte
     ]
     for options, count, threads in cases:
         handles.clear()
-        async with engines(count, EngineConfig(model="m").with_options(options)):
+        async with engines(count, scripted.CONFIG.with_options(options)):
             await asyncio.sleep(1)
             assert [one.config.threads for one in handles] == threads
 
@@ -157,9 +138,7 @@ async def test_on_a_cluster_nodes_share_their_own_cores(handles: list[Handle]) -
         assert [one.cluster for one in handles] == [nodes, nodes]
 
 
-async def test_a_work_goes_where_the_cache_has_room_for_it(
-    handles: list[Handle], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_work_goes_where_it_has_room(handles: list[Handle], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Handle, "max_length", 100)
     async with engines(2) as backend:
         monkeypatch.setattr(Handle, "max_length", 1000)
@@ -171,31 +150,27 @@ async def test_a_work_goes_where_the_cache_has_room_for_it(
         await asyncio.sleep(0)
         assert {name[:-2] for name in given(handles[0])} == {"fits"}
         assert {"is long", "is too long"} <= {name[:-2] for name in given(handles[1])}
-        monkeypatch.setattr(replica, "EngineChild", cannot_start(1, 1000))
+        monkeypatch.setattr(replica, "EngineChild", scripted.cannot_start(1, 1000))
         handles[1].dies()
         assert {name[:-2] for name in given(handles[0])} == {"fits"}
         await asyncio.sleep(20)  # the replica with the larger cache is left out now
         assert {name[:-2] for name in given(handles[0])} == set(sizes)
 
 
-@pytest.mark.parametrize("failure", [UserError("no memory"), BackendError("no memory")])
-async def test_a_replica_that_cannot_be_started_is_left_out_and_tried_now_and_then(
-    failure: Exception,
-    handles: list[Handle],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("error", [UserError("no memory"), BackendError("no memory")])
+async def test_a_replica_that_cannot_start_is_left_out_and_tried_now_and_then(
+    error: Exception, handles: list[Handle], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(replica, "EngineChild", cannot_start(1, 5, failure))
+    monkeypatch.setattr(replica, "EngineChild", scripted.cannot_start(1, 5, error))
     with caplog.at_level("ERROR"):
-        async with replicas(3) as backend:
+        async with scripted.replicas(3) as backend:
             await asyncio.sleep(8)
             assert [one.runs for one in backend._replicas] == [True, False, True]
             assert backend._replicas[1].is_left_out
             health = await backend.health()
             assert health.trouble == ""
-            assert [one.trouble for one in health.replicas] == [
-                *("", "replica 1 cannot be started: no memory", "")
-            ]
+            troubles = [one.trouble for one in health.replicas]
+            assert troubles == ["", "replica 1 cannot be started: no memory", ""]
             await answering(backend, "abcdefgh")
             assert sum(len(given(one)) for one in handles if one.number != 1) == 8
             await asyncio.sleep(200)
@@ -206,22 +181,17 @@ async def test_a_replica_that_cannot_be_started_is_left_out_and_tried_now_and_th
 async def test_replicas_are_counted_together_and_separately(handles: list[Handle]) -> None:
     one = Statistics(running=2, waiting=1, steps=10, kv_cache_usage=0.5, cost_factors={"target": 1.5})
     other = Statistics(running=1, steps=5, prefix_queries=8, prefix_hits=6, speculation_on=False)
-    async with replicas(2) as backend:
+    async with scripted.replicas(2) as backend:
         for handle, state in zip(handles, (one, other), strict=True):
             handle.state = state
         health = await backend.health()
-        assert health.state == Statistics(
-            running=3,
-            waiting=1,
-            steps=15,
-            prefix_queries=8,
-            prefix_hits=6,
-            kv_cache_usage=0.25,
-            cost_factors={"target": 1.5},
-        )
+        prefix = {"prefix_queries": 8, "prefix_hits": 6}
+        both = replace(one, running=3, steps=15, kv_cache_usage=0.25, **prefix)
+        assert health.state == both
         text = Metrics("m").text(health).decode()
         for line in (
-            *('num_requests_running{model_name="m"} 3.0', 'engine_steps{model_name="m"} 15.0'),
+            'num_requests_running{model_name="m"} 3.0',
+            'engine_steps{model_name="m"} 15.0',
             'replica_up{model_name="m",replica="1"} 1.0',
             'replica_requests_running{model_name="m",replica="0"} 2.0',
             'replica_prefix_hits{model_name="m",replica="1"} 6.0',
@@ -238,7 +208,7 @@ async def test_replicas_are_counted_together_and_separately(handles: list[Handle
 
 
 async def test_engines_are_replaced_one_after_another_and_their_works_go_on(handles: list[Handle]) -> None:
-    async with replicas(2) as backend:
+    async with scripted.replicas(2) as backend:
         works = await answering(backend, "abcdef")
         mine, theirs = sorted(given(handles[0])), sorted(given(handles[1]))
         bound = Answering(backend, "bound", MSS, session=mine[0])
@@ -272,7 +242,7 @@ async def test_engines_are_replaced_one_after_another_and_their_works_go_on(hand
 
 
 async def test_a_single_replica_finishes_texts_before_it_is_replaced(handles: list[Handle]) -> None:
-    async with replicas(1) as backend:
+    async with scripted.replicas(1) as backend:
         old = Answering(backend, "old")
         await asyncio.sleep(0)
         handles[0].writes("old", 1)
@@ -289,10 +259,8 @@ async def test_a_single_replica_finishes_texts_before_it_is_replaced(handles: li
         assert (await old.task, await new.task) == ([1, 2], [3])
 
 
-async def test_an_engine_that_dies_while_it_is_about_to_be_replaced_is_replaced(
-    handles: list[Handle],
-) -> None:
-    async with replicas(2) as backend:
+async def test_an_engine_that_dies_before_it_is_replaced_is_replaced(handles: list[Handle]) -> None:
+    async with scripted.replicas(2) as backend:
         bound = Answering(backend, "bound", MSS, session="a")
         await asyncio.sleep(0)
         [mine] = [one for one in handles if given(one)]
@@ -312,9 +280,9 @@ async def test_an_engine_that_dies_while_it_is_about_to_be_replaced_is_replaced(
 async def test_the_only_replica_that_serves_is_not_replaced_where_there_should_be_others(
     handles: list[Handle], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(replica, "EngineChild", cannot_start(1, 1000))
+    monkeypatch.setattr(replica, "EngineChild", scripted.cannot_start(1, 1000))
     with caplog.at_level("ERROR"):
-        async with replicas(2) as backend:
+        async with scripted.replicas(2) as backend:
             await backend.roll()
             assert not handles[0].closed
     assert "replica 0 is not replaced: no other replica can serve meanwhile" in caplog.messages

@@ -73,9 +73,7 @@ def whole(served: Served) -> None:
 
 
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGSTOP])
-def test_texts_are_those_of_their_seeds_whichever_actor_dies(
-    both: tuple[Served, int], expected: list[str], stop: signal.Signals
-) -> None:
+def test_texts_outlive_any_actor(both: tuple[Served, int], expected: list[str], stop: signal.Signals) -> None:
     two, head = both
     whole(two)
     assert sum("an actor with 1 CPUs of node " in line for line in two.log) >= 2
@@ -114,9 +112,8 @@ def test_a_server_leaves_no_processes(folder: Path, stop: signal.Signals) -> Non
 
 def test_ranks_are_a_gang_on_the_node_of_their_actor(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "num_kv_heads": 2}
-    made = write_tiny_llama(
-        tmp_path / "tiny", vocab_size=256, max_context=2048, eos_token_id=0, tokenizer=True, **sizes
-    )
+    sizes |= {"vocab_size": 256, "max_context": 2048, "eos_token_id": 0}
+    made = write_tiny_llama(tmp_path / "tiny", tokenizer=True, **sizes)
     with on_a_head(made, "--tensor-parallel", "2", "--quantization", "int8") as (served, head):
         asked = {"prompt": "abc", "max_tokens": 400, "seed": 1, "ignore_eos": True}
         text = served.post("/v1/completions", asked).json()["choices"][0]["text"]
@@ -124,10 +121,8 @@ def test_ranks_are_a_gang_on_the_node_of_their_actor(tmp_path: Path) -> None:
         [follower] = [one for one in actor.children() if "follower" in name(one)]
         follower.kill()
         until(lambda: served.metric("engine_restarts") == 1)
-        again = served.post("/v1/completions", asked).json()["choices"][0]["text"]
-        assert again == text
-        matching = [line for line in served.log if "rank 1" in line and "has ended" in line]
-        assert matching
+        assert served.post("/v1/completions", asked).json()["choices"][0]["text"] == text
+        assert any("rank 1" in line and "has ended" in line for line in served.log)
         assert "Traceback" not in "".join(served.log)
 
 
@@ -137,7 +132,7 @@ def node(port: int, cpus: int, number: int = 0) -> Iterator[int]:
     folder = tempfile.mkdtemp(prefix="ray-")  # sockets lie there, whose paths must not be long
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--num-cpus={cpus}"]
     command += [f"--node-ip-address=127.0.0.{number + 1}", "--object-store-memory=100000000"]
-    command += ["--disable-usage-stats"]
+    command.append("--disable-usage-stats")
     if number:
         command += [f"--address=127.0.0.1:{port}"]
     else:
@@ -161,9 +156,7 @@ def port() -> Iterator[int]:
         yield number
 
 
-def test_a_head_that_goes_takes_the_replicas_and_brings_them_back(
-    folder: Path, expected: list[str], port: int
-) -> None:
+def test_replicas_go_and_come_with_their_head(folder: Path, expected: list[str], port: int) -> None:
     with ExitStack() as first:
         first.enter_context(node(port, 2))
         with Served(folder, *RAY, "--replicas", "2") as served:
@@ -178,15 +171,13 @@ def test_a_head_that_goes_takes_the_replicas_and_brings_them_back(
                 assert Listeners(served).end() == expected
 
 
-def test_a_node_that_is_lost_is_done_without_until_another_one_comes(
-    folder: Path, expected: list[str], port: int
-) -> None:
+def test_a_lost_node_is_done_without_for_a_time(folder: Path, expected: list[str], port: int) -> None:
     with node(port, 1), ExitStack() as second:
         second.enter_context(node(port, 1, 1))
         with Served(folder, *RAY, "--replicas", "2") as served:
             whole(served)
-            assert sum("of node 127.0.0.1" in line for line in served.log) == 1
-            assert sum("of node 127.0.0.2" in line for line in served.log) == 1
+            for node_of in ("of node 127.0.0.1", "of node 127.0.0.2"):
+                assert sum(node_of in line for line in served.log) == 1
             listeners = Listeners(served)
             second.close()
             assert listeners.end() == expected

@@ -41,6 +41,7 @@ async def test_reported_prompt_logprobs_are_not_computed_again(handles: list[Han
     assert [(delta.text, delta.prompt_logprobs) for delta in got] == [("xy", (None,)), ("z", None)]
 
 
+RANK_SECONDS = 'rank_seconds_total{{doing="{}",,rank="{}",replica="0"}}'
 # Metric, field of Statistics, values of the engine that dies and of the next one, and the reported value.
 COUNTED: list[tuple[str, str, Any, Any, float]] = [
     ("num_preemptions{}", "preemptions", 1, 0, 1),
@@ -62,14 +63,8 @@ COUNTED: list[tuple[str, str, Any, Any, float]] = [
     ('guessed_tokens{,speculator="0-draft"}', "guessed_tokens.0-draft", None, 3, 3),
     ('pass_cost_factor{model="target",}', "cost_factors.target", 1.5, 1.25, 1.25),
     ('pass_cost_factor{model="0-draft",}', "cost_factors.0-draft", None, 2.0, 2.0),
-    (
-        'rank_seconds_total{doing="computing",,rank="0",replica="0"}',
-        "rank_seconds.0 computing",
-        3.0,
-        1.0,
-        4.0,
-    ),
-    ('rank_seconds_total{doing="waiting",,rank="1",replica="0"}', "rank_seconds.1 waiting", 0.5, 0.25, 0.75),
+    (RANK_SECONDS.format("computing", 0), "rank_seconds.0 computing", 3.0, 1.0, 4.0),
+    (RANK_SECONDS.format("waiting", 1), "rank_seconds.1 waiting", 0.5, 0.25, 0.75),
 ]
 
 
@@ -86,11 +81,9 @@ def statistics(engine: int, **more: int) -> Statistics:
 
 def figures(text: str) -> dict[str, float]:
     """Every metric by its name and its labels but the model's."""
+    text = text.replace("specinfer:", "").replace('model_name="m"', "")
     lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
-    return {
-        name.removeprefix("specinfer:").replace('model_name="m"', ""): float(number)
-        for name, _, number in lines
-    }
+    return {name: float(number) for name, _, number in lines}
 
 
 async def test_counters_are_summed_over_all_engines(handles: list[Handle]) -> None:
@@ -119,9 +112,7 @@ async def test_counters_are_summed_over_all_engines(handles: list[Handle]) -> No
         assert expected.items() <= (await reported()).items()
 
 
-async def test_while_no_engine_runs_all_requests_wait(
-    handles: list[Handle], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_without_engines_requests_wait(handles: list[Handle], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica, "EngineChild", Late)
     running = Statistics(running=2, steps=7, kv_cache_usage=0.5, cost_factors={"target": 1.5})
     async with engines() as backend:
@@ -187,20 +178,14 @@ async def test_answers_can_be_cut_with_a_reason_and_are_counted(handles: list[Ha
 
 def test_several_deltas_are_one_with_everything_in_order() -> None:
     prompt, figures = (None, {9: Logprob(-2.0, 1, "x")}), SpeculationFigures(steps=2)
-    first = Delta(
-        *("w", "Hel", (1, 2), ({1: Logprob(-1.0, 1, "He")},), ({"step": 1},), ((3, 1),)),
-        prompt_logprobs=prompt,
-        cached_tokens=4,
-    )
+    of_prompt: Any = {"prompt_logprobs": prompt, "cached_tokens": 4}
+    first = Delta("w", "Hel", (1, 2), ({1: Logprob(-1.0, 1, "He")},), ({"step": 1},), ((3, 1),), **of_prompt)
     # From another engine without cached tokens.
     last = Delta("w", "lo", (3,), (), (), ((0, 0),), FinishReason.STOP, figures=figures)
     assert Delta.joined([first]) is first
-    assert Delta.joined([first, Delta("w", "l", (5,)), last]) == Delta(
-        *("w", "Helllo", (1, 2, 5, 3), first.logprobs, first.trees, ((3, 1), (0, 0)), FinishReason.STOP),
-        figures=figures,
-        prompt_logprobs=prompt,
-        cached_tokens=4,
-    )
+    whole = replace(first, text="Helllo", token_ids=(1, 2, 5, 3), steps=((3, 1), (0, 0)))
+    whole = replace(whole, finish_reason=FinishReason.STOP, figures=figures)
+    assert Delta.joined([first, Delta("w", "l", (5,)), last]) == whole
 
 
 PROMPT = tuple(range(100))
