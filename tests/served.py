@@ -39,9 +39,8 @@ class Served:
         self._listening = threading.Event()
 
     def __enter__(self) -> Served:
-        self.process = self._popen(
-            self._command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, env=self._env
-        )
+        files: Any = {"stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+        self.process = self._popen(self._command, **files, text=True, env=self._env)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         if not self._listening.wait(_STARTING) or not self.url:

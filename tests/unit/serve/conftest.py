@@ -53,13 +53,8 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model whose tokens are bytes, with a chat template."""
-    made = write_tiny_llama(
-        tmp_path_factory.mktemp("served") / "tiny",
-        vocab_size=256,
-        max_context=2048,
-        eos_token_id=0,
-        tokenizer=True,
-    )
+    path, sizes = tmp_path_factory.mktemp("served") / "tiny", {"vocab_size": 256, "max_context": 2048}
+    made = write_tiny_llama(path, **sizes, eos_token_id=0, tokenizer=True)
     (made / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     return made
 

@@ -33,9 +33,8 @@ def highest(server: Served) -> int:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Served]:
-    with Served(
-        folder, *FLAGS, "--max-batch-size", "32", "--max-waiting", "400", "--log-level", "warning"
-    ) as one:
+    limits = ("--max-batch-size", "32", "--max-waiting", "400", "--log-level", "warning")
+    with Served(folder, *FLAGS, *limits) as one:
         yield one
 
 

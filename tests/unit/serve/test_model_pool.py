@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from specinfer.config import EngineConfig
@@ -30,7 +31,7 @@ from specinfer.serve.pooled_model import needed_bytes
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import ScriptedBackend, says, scripted_service
 from tests.served import Served
-from tests.unit.serve.asked import Asked
+from tests.unit.serve.asked import HI, Asked
 from tests.unit.serve.conftest import FLAGS
 
 NAMES = ("a", "b", "c")
@@ -39,23 +40,16 @@ NAMES = ("a", "b", "c")
 class Rig:
     """A pool of the models a, b and c, with memory for `fit` of them, and the log of their engines."""
 
-    def __init__(
-        self,
-        folder: Path,
-        tokenizer: Tokenizer,
-        *,
-        fit: float = 2,
-        engine: EngineConfig | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, folder: Path, tokenizer: Tokenizer, fit: float = 2, **options: Any) -> None:
         self.log: list[str] = []
         self.broken = ""  # name of the model that cannot start
         self.given: list[EngineConfig] = []  # configs of the engines
         self.gate: asyncio.Event | None = None  # that starts wait for
         self.takes: dict[str, float] = {}  # memory of engines, relative to the expected size
         self._tokenizer = tokenizer
+        engine = EngineConfig(model=str(folder), cache=CacheConfig(memory=1 << 20))
+        engine = options.pop("engine", engine)
         config = ServeConfig(**{"keep_alive": 0.0, **options})
-        engine = engine or EngineConfig(model=str(folder), cache=CacheConfig(memory=1 << 20))
         models = [ServedModel((name, f"{name}-alias"), engine) for name in NAMES]
         self.pool = ModelPool.of_several(config, models, self._open)
         files: Any = SimpleNamespace(weights=[folder / "model.safetensors"])
@@ -76,9 +70,8 @@ class Rig:
             raise UserError("its weights are damaged")
         backend = ScriptedBackend(says(f"I am {name}."))
         sampling = {"repetition_penalty": 1.1} if name == "c" else {}
-        service = scripted_service(
-            self._tokenizer, backend, [metrics.observe], model.names, sampling=sampling
-        )
+        observers = [metrics.observe]
+        service = scripted_service(self._tokenizer, backend, observers, model.names, sampling=sampling)
         service.facts = replace(service.facts, memory=int(self.takes.get(name, 1) * self.size))
         service.metrics = metrics
         try:
@@ -174,14 +167,13 @@ async def test_a_model_stays_if_the_client_of_another_leaves(rig: Callable[..., 
 async def test_clients_that_leave_give_up_their_places(rig: Callable[..., Rig]) -> None:
     made = rig(fit=1)
     held = await (await made.get("a"))
-    bodies: dict[str, dict[str, Any]] = {
-        "/tokenize": {"prompt": "x"},
-        "/detokenize": {"tokens": [97]},
-        "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x"}]},
-        "/models/load": {},
-    }
     app = build_app(made.pool, Keys([]))
-    for path, body in bodies.items():
+    for path, body in (
+        ("/tokenize", {"prompt": "x"}),
+        ("/detokenize", {"tokens": [97]}),
+        ("/v1/messages/count_tokens", {"messages": HI}),
+        ("/models/load", {}),
+    ):
         gone, sent = asyncio.Event(), [json.dumps({**body, "model": "b"}).encode()]
 
         async def receive(gone: asyncio.Event = gone, sent: list[bytes] = sent) -> dict[str, Any]:
@@ -205,9 +197,7 @@ async def test_clients_that_leave_give_up_their_places(rig: Callable[..., Rig]) 
     assert made.log == ["+a"]
 
 
-async def test_an_engine_is_configured_as_that_of_a_single_server(
-    rig: Callable[..., Rig], folder: Path
-) -> None:
+async def test_engines_are_configured_as_a_single_servers(rig: Callable[..., Rig], folder: Path) -> None:
     cases: list[tuple[float, Any, float | None, int | None]] = [
         # room for `fit` models: bytes that the second may take, None: any, and those of its caches
         (3.0, "never", None, 512 << 20),
@@ -223,15 +213,11 @@ async def test_an_engine_is_configured_as_that_of_a_single_server(
         assert given.memory == (None if memory is None else int(memory * made.size))
 
 
-async def test_the_room_is_that_of_the_moment(
-    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_room_is_measured_anew(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that hands over its port frees its memory after the pool was made."""
     made, free = rig(), [0]
     made.pool._memory = None
-    monkeypatch.setattr(
-        "specinfer.serve.model_pool.psutil.virtual_memory", lambda: SimpleNamespace(available=free[0])
-    )
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free[0]))
     monkeypatch.setattr("specinfer.serve.model_pool.cgroup_free_memory", lambda: None)
     for name, left in (("a", 0), ("b", 0), ("c", 2 * made.size)):
         free[0] = left
@@ -255,9 +241,7 @@ async def test_a_model_that_takes_more_than_expected_ends_others(rig: Callable[.
     assert made.log == ["+a", "+b", "-a", "-b", "+a", "-a", "+b"]
 
 
-async def test_caches_that_fill_the_room_do_not_count_as_the_models_need(
-    rig: Callable[..., Rig], folder: Path
-) -> None:
+async def test_caches_that_fill_the_room_are_no_need_of_models(rig: Callable[..., Rig], folder: Path) -> None:
     made = rig(fit=3, engine=EngineConfig(model=str(folder), offload="auto"))
     for taken, names in ((3, "ab"), (2, "ab")):  # all of the memory, then the rest beside b
         made.takes["a"] = taken
@@ -323,17 +307,14 @@ async def test_a_model_that_is_used_as_it_expires_stays(rig: Callable[..., Rig])
 async def test_a_model_that_cannot_start(rig: Callable[..., Rig]) -> None:
     made = rig()
     made.broken = "b"
+    message = "the model 'b' cannot be started: its weights are damaged; it may start again in 10 seconds, "
+    message += "and at once by POST /models/load"
     async with made.client() as client:
-        for _ in range(2):
-            answer = await client.post("/v1/completions", json={"model": "b", "prompt": "x"})
-            assert answer.status_code == 500
-            assert answer.json()["error"]["message"] == (
-                "the model 'b' cannot be started: its weights are damaged; it may start again in 10 seconds, "
-                "and at once by POST /models/load"
-            )
+        for stream in (False, False, True):
+            asked = {"model": "b", "prompt": "x", "stream": stream}
+            answer = await client.post("/v1/completions", json=asked)
+            assert (answer.status_code, answer.json()["error"]["message"]) == (500, message)
             assert made.log == ["+b"], "it is not started again at once"
-        streamed = await client.post("/v1/completions", json={"model": "b", "prompt": "x", "stream": True})
-        assert streamed.status_code == 500
         fine = await client.post("/v1/completions", json={"model": "a", "prompt": "x"})
         assert fine.json()["choices"][0]["text"] == "I am a."
         cards = (await client.get("/v1/models")).json()["data"]
@@ -372,7 +353,7 @@ async def test_the_paths_of_several_models(rig: Callable[..., Rig]) -> None:
             ("/models/load", {"model": "b-alias"}, 200),
             ("/models/load", {"model": "d"}, 404),
             ("/models/load", {}, 400),
-            ("/v1/chat/completions", {"model": "d", "messages": [{"role": "user", "content": "x"}]}, 404),
+            ("/v1/chat/completions", {"model": "d", "messages": HI}, 404),
             ("/v1/completions", {"model": "c", "prompt": "x", "stream": True}, 200),
             # the model's own penalty, which one of several models may have
             ("/v1/completions", {"model": "c", "prompt": "x", "repeat_last_n": -1}, 200),
@@ -440,9 +421,8 @@ def test_engines_of_several_models(both: Served, served: Served) -> None:
     body = {"prompt": "x" * 9, "max_tokens": 400, "seed": 5, "ignore_eos": True}
     alone = served.post("/v1/completions", body).json()["choices"][0]["text"]
     assert both.engine_pid is None
-    with httpx.stream(
-        "POST", f"{both.url}/v1/completions", json={**body, "model": "a", "stream": True}, timeout=120
-    ) as stream:
+    streamed = {**body, "model": "a", "stream": True}
+    with httpx.stream("POST", f"{both.url}/v1/completions", json=streamed, timeout=120) as stream:
         lines = stream.iter_lines()
         assert next(lines) == ": ping", "the stream is open while its model starts"
         second = both.post("/v1/completions", {**body, "model": "b"})
