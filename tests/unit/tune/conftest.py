@@ -20,7 +20,7 @@ from specinfer.runtime.cost_curve import CostCurve
 from specinfer.sampling_params import SamplingParams
 from specinfer.tune.head_draft import BlockKind
 from specinfer.tune.prompts import read_prompts
-from specinfer.tune.selection import Costs, TuneResult
+from specinfer.tune.selection import TuneResult
 from specinfer.tune.small_model import SsmKind
 from specinfer.tune.trainer import TrainConfig
 from specinfer.tune.tuning import TuneConfig, Tuning
@@ -45,17 +45,15 @@ def cheap(config: EngineConfig, drafts: Sequence[Path], progress: Progress) -> C
     return Curves(TARGET, dict.fromkeys(names, CostCurve((1, 16), (0.001, 0.0012))))
 
 
-def tuning(config: TuneConfig, clock: Clock, costs: Costs = cheap) -> tuple[Tuning, list[str]]:
+def tuning(config: TuneConfig, clock: Clock) -> tuple[Tuning, list[str]]:
     """Return a tuning with fixed costs, and its log lines."""
     lines: list[str] = []
-    return Tuning(config, clock=clock, say=lines.append, costs=costs), lines
+    return Tuning(config, clock=clock, say=lines.append, costs=cheap), lines
 
 
-def run(
-    config: TuneConfig, prompts: Path, clock: Clock | None = None, costs: Costs = cheap
-) -> tuple[TuneResult, list[str]]:
+def run(config: TuneConfig, prompts: Path, clock: Clock | None = None) -> tuple[TuneResult, list[str]]:
     """Run a tuning with fixed costs on a ticking clock; return its result and its log lines."""
-    begun, lines = tuning(config, clock or ticking(), costs)
+    begun, lines = tuning(config, clock or ticking())
     return begun.run(read_prompts([prompts]), [prompts.name]), lines
 
 
@@ -76,14 +74,12 @@ def write_prompts(folder: Path, texts: list[str]) -> Path:
 
 
 def engine(target: Path, **options: Any) -> EngineConfig:
-    return EngineConfig.from_options(
-        str(target),
-        {"dtype": "float32", "kv_cache_memory": 1 << 24, "max_context": 64, "lookup": False, **options},
-    )
+    small = {"dtype": "float32", "kv_cache_memory": 1 << 24, "max_context": 64, "lookup": False}
+    return EngineConfig.from_options(str(target), {**small, **options})
 
 
 def outputs_with(
-    draft: Path, target: Path, *, prompts: Sequence[str] = ("2 * 3", "7 * 8")
+    draft: Path, target: Path, prompts: Sequence[str] = ("2 * 3", "7 * 8")
 ) -> list[RequestOutput]:
     """Return the answers of a target with a draft; asserts that they are those without it."""
     params = SamplingParams(max_tokens=20, temperature=0.8, seed=3)
@@ -98,16 +94,9 @@ def outputs_with(
 
 def tuning_of(target: Path, out: Path, **changes: Any) -> TuneConfig:
     """Return a config for one minute of the clock `ticking`; a third of it is for collecting."""
-    options: dict[str, Any] = {
-        "target": engine(target),
-        "out": out,
-        "minutes": 1.0,
-        "chat": False,
-        "max_tokens": 20,
-        "kind": SHAPE,
-        "training": TrainConfig(rate=5e-3, shortlist=32),
-    }
-    return TuneConfig(**(options | changes))
+    options: dict[str, Any] = {"minutes": 1.0, "chat": False, "max_tokens": 20, "kind": SHAPE}
+    options["training"] = TrainConfig(rate=5e-3, shortlist=32)
+    return TuneConfig(target=engine(target), out=out, **(options | changes))
 
 
 @pytest.fixture(scope="module")

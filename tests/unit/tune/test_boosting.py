@@ -64,9 +64,7 @@ def test_places_that_are_predicted_count_less(corpus: Corpus) -> None:
     assert left.text(0).weights_R.tolist() == pytest.approx([1, 0.3, 0.3])
     assert left.text(1).weights_R.tolist() == [1, 1, 1]
     law = left.text(0).label_logprobs_RK.exp()
-    assert law[0].tolist() == pytest.approx(
-        [0.5, 0.3, 0.2], abs=1e-3
-    )  # a text's first token is never guessed
+    assert law[0].tolist() == pytest.approx([0.5, 0.3, 0.2], abs=1e-3)  # the first token is never guessed
     assert law[1].tolist() == pytest.approx([3 / 13, 6 / 13, 4 / 13], abs=1e-3)  # 0.15, 0.3, 0.2 of 0.65
     first = DiscountedSet(corpus, [])
     assert first.text(0).weights_R.tolist() == [1, 1, 1]

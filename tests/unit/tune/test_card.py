@@ -28,11 +28,7 @@ def test_of_a_folder_its_card_says_it(tmp_path: Path) -> None:
         ('---\r\ntags: [x]\r\nlicense: "mit"\r\n---\r\n', "mit"),
         ("---\nlicense: [mit]\n---\n", "mit"),
         ("---\nlicense: other\nlicense_name: llama3.2\nlicense_link: https://a.example/b\n---\n", "llama3.2"),
-        ("---\nlicense: other\n---\n", None),
-        ("---\nlicense: unknown\n---\n", None),
-        ("---\nlicense:\n---\n", None),
-        ("---\nlicense: null\n---\n", None),
-        ("---\nlicense: ~\n---\n", None),
+        *((f"---\nlicense:{nothing}\n---\n", None) for nothing in (" other", " unknown", "", " null", " ~")),
         ("---\nlicense: mit  # see LICENSE\n---\n", "mit"),
         ("---\nlicense: a" + 60_000 * " " + "b\n---\n", "a b"),  # and quickly
         ("---\ntags: [x]\n---\nlicense: mit\n---\n", None),  # text, and no front matter
@@ -48,9 +44,7 @@ def test_of_a_gguf_file_its_metadata_say_it() -> None:
     cases: list[tuple[dict[str, Any], str | None]] = [
         ({"general.license": "apache-2.0"}, "apache-2.0"),
         ({"general.license": "other", "general.license.name": "qwen-research"}, "qwen-research"),
-        ({"general.license": "other"}, None),
-        ({"general.license": 3}, None),
-        ({"general.license": "  "}, None),
+        *(({"general.license": nothing}, None) for nothing in ("other", 3, "  ")),
         ({}, None),
     ]
     for metadata, named in cases:

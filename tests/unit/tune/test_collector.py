@@ -20,24 +20,16 @@ TAPS = (0, 1, 2)
 
 
 def collect(
-    target: Path,
-    prompts: Prompts,
-    folder: Path,
-    *,
-    seconds: float = 1000.0,
-    max_tokens: int = 12,
-    seed: int = 0,
+    target: Path, prompts: Prompts, folder: Path, seconds: float = 1000.0, max_tokens: int = 12
 ) -> tuple[Corpus, CollectionCounts]:
     folder.mkdir(exist_ok=True)
     listener, corpus = HiddenStateListener((*TAPS, 3)), Corpus(folder)
     with LLM(collecting_config(engine(target)), speculators=[listener]) as llm:
-        collector = Collector(llm, listener, chat=False, max_tokens=max_tokens, seed=seed)
+        collector = Collector(llm, listener, chat=False, max_tokens=max_tokens, seed=0)
         return corpus, collector.run(prompts.prompts, corpus, seconds, NoProgress(), ticking())
 
 
-def test_states_and_labels_are_those_of_a_pass_over_the_text(
-    target: Path, prompts: Path, tmp_path: Path
-) -> None:
+def test_states_and_labels_are_those_of_a_pass(target: Path, prompts: Path, tmp_path: Path) -> None:
     corpus, found = collect(target, read_prompts([prompts]), tmp_path)
     assert (found.answered, found.silent, found.refused) == (40, 0, 0)
     assert corpus.count(held_out=True) + corpus.count(held_out=False) == 40
@@ -73,16 +65,13 @@ def test_what_is_answered_is_not_asked_again(target: Path, tmp_path: Path) -> No
     assert (none.answered, third.tokens, third.keys) == (0, second.tokens, {one.key for one in asked.prompts})
 
 
-def test_an_answer_that_is_not_whole_is_kept_as_far_as_it_is(
-    target: Path, prompts: Path, tmp_path: Path
-) -> None:
+def test_an_answer_is_kept_as_far_as_it_is_whole(target: Path, prompts: Path, tmp_path: Path) -> None:
     asked = read_prompts([prompts])
     corpus, found = collect(target, asked, tmp_path, seconds=5.0, max_tokens=40)
     whole, _ = collect(target, asked, tmp_path / "whole", max_tokens=40)
     assert found.answered == corpus.count(held_out=True) + corpus.count(held_out=False) > 0
-    texts = {
-        whole.text(i, held_out=h).key: whole.text(i, held_out=h) for h in (True, False) for i in range(2)
-    }
+    firsts = [whole.text(number, held_out=held_out) for held_out in (True, False) for number in range(2)]
+    texts = {text.key: text for text in firsts}
     compared = 0
     for held_out in (True, False):
         for number in range(corpus.count(held_out=held_out)):

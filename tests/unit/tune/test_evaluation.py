@@ -64,9 +64,8 @@ def test_along_a_text_it_guesses_as_where_the_text_ends(target: Path) -> None:
     chance = torch.Generator().manual_seed(2)
     tokens = torch.randint(64, (12,), generator=chance)
     taps = torch.randn(11, 3, opened.config.hidden_size, generator=chance)
-    text = TunedText(
-        tokens, 4, taps, torch.zeros(8, 4, dtype=torch.int64), torch.zeros(8, 4), key=1, held_out=False
-    )
+    labels = torch.zeros(8, 4, dtype=torch.int64), torch.zeros(8, 4)
+    text = TunedText(tokens, 4, taps, *labels, key=1, held_out=False)
     places = torch.tensor([4, 6, 8])
     with torch.no_grad():
         batch = block_batch([text], [places], 3, torch.ones(taps.shape[1:]))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from specinfer.errors import TuneError
 from specinfer.heads.block import BlockHead
@@ -34,9 +35,7 @@ def untrained(opened: OpenModel) -> BlockHead:
     return new_head(replace(SHAPE.config(opened.config), taps=(1, 2)), opened, [*range(24)], seed=0)
 
 
-def text_of(
-    tokens: Sequence[int], laws: torch.Tensor, taps: torch.Tensor, *, held_out: bool = False
-) -> TunedText:
+def text_of(tokens: Sequence[int], laws: Tensor, taps: Tensor, *, held_out: bool = False) -> TunedText:
     """A text whose first token is the prompt; `laws` [V, V] says what follows which token."""
     ids_T = torch.tensor(tokens)
     chances, ids = laws[ids_T[:-1]].sort(dim=1, descending=True)
@@ -82,9 +81,8 @@ def test_the_entry_says_what_can_be_known_of_the_last_tap(opened: OpenModel) -> 
         last = torch.randn(32, generator=generator)
         rows = []
         for token in tokens_T[:-1]:
-            last = 0.5 * last.roll(1) / last.square().mean().sqrt() + torch.nn.functional.rms_norm(
-                table[token], (32,)
-            )
+            ahead = torch.nn.functional.rms_norm(table[token], (32,))
+            last = 0.5 * last.roll(1) / last.square().mean().sqrt() + ahead
             rows.append(torch.stack((torch.randn(32, generator=generator), last)))
         taps = torch.stack(rows)
         texts.append(text_of(tokens_T.tolist(), torch.full((64, 64), 1 / 64), taps))
@@ -124,9 +122,7 @@ def test_a_layer_computes_what_the_targets_last_one_does(opened: OpenModel) -> N
     assert torch.allclose(added, plain, atol=1e-5)
 
 
-def test_a_head_that_begins_as_its_target_is_better_than_a_random_one(
-    target: Path, prompts: Path, tmp_path: Path
-) -> None:
+def test_a_head_that_begins_as_its_target_is_better(target: Path, prompts: Path, tmp_path: Path) -> None:
     losses = {}
     for init in ("target", "random", None):
         config = replace(tuning_of(target, tmp_path / str(init)), init=init)

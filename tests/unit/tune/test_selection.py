@@ -55,6 +55,5 @@ def test_a_member_that_guesses_what_others_do_is_not_taken() -> None:
     ranks = [[0, 0], [0, 1], [2, 0], [0, 0]]
     twins = [candidate(ranks, CostCurve((1, 2), (0.1, 0.1)), name) for name in ("one", "two")]
     selection = Selection(twins, CostCurve((1, 8), (1.0, 2.0)))
-    assert selection.best.names == ("one",)
-    assert selection.dropped == ["two"]
+    assert (selection.best.names, selection.dropped) == (("one",), ["two"])
     assert selection.pools[1].tokens_per_second < selection.pools[0].tokens_per_second

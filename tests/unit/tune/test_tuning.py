@@ -28,20 +28,11 @@ from specinfer.tune.evaluation import Figures, held_out_texts, measure, read_dra
 from specinfer.tune.head_draft import BlockHeadDraft, BlockKind, EagleKind, MtpKind
 from specinfer.tune.prompts import read_prompts
 from specinfer.tune.small_model import SsmKind
+from specinfer.tune.trainer import Trainer
 from specinfer.tune.training import read_checkpoint
 from specinfer.tune.tuning import TuneConfig, Tuning
-from tests.unit.tune.conftest import (
-    BLOCK,
-    SHAPE,
-    SSM,
-    KilledError,
-    dies_at,
-    outputs_with,
-    run,
-    ticking,
-    tuning,
-    tuning_of,
-)
+from tests.unit.tune import conftest as made
+from tests.unit.tune.conftest import SHAPE, SSM, KilledError, outputs_with, run, ticking, tuning_of
 from tests.unit.tune.test_small_model import opened
 
 pytestmark = pytest.mark.thorough
@@ -49,12 +40,11 @@ pytestmark = pytest.mark.thorough
 _CHECKPOINT = "work/checkpoint.safetensors"
 
 
-@pytest.mark.parametrize(
-    "kind", [SHAPE, EagleKind(depth=3, vocabulary=48), MtpKind(depth=3), SsmKind(layers=2, depth=3)]
-)
-def test_a_draft_learns_and_is_exported_as_it_was_measured(
-    target: Path, prompts: Path, tmp_path: Path, kind: Kind
-) -> None:
+KINDS = [SHAPE, EagleKind(depth=3, vocabulary=48), MtpKind(depth=3), SsmKind(layers=2, depth=3)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_learns_and_is_exported(target: Path, prompts: Path, tmp_path: Path, kind: Kind) -> None:
     run(tuning_of(target, tmp_path / "head", minutes=4.0, kind=kind), prompts)
     kept = read_checkpoint(tmp_path / "head" / _CHECKPOINT).state
     assert len(kept.history) >= 3
@@ -96,15 +86,12 @@ def test_what_is_exported_computes_what_was_trained(target: Path, prompts: Path,
 def test_the_best_checkpoint_is_kept_and_not_the_newest(
     target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worth = iter([1.5, 2.5, 2.0, 1.0, *[1.0] * 9])
-    monkeypatch.setattr(
-        "specinfer.tune.training.measure", lambda *_: Figures((0.1,) * 4, 0.2, next(worth), 5)
-    )
+    found = iter([Figures((0.1,) * 4, 0.2, worth, 5) for worth in (1.5, 2.5, 2.0, 1.0, *[1.0] * 9)])
+    monkeypatch.setattr("specinfer.tune.training.measure", lambda *_: next(found))
     config = tuning_of(target, tmp_path / "head")
     _, lines = run(config, prompts, ticking(3.0))
     improved = [line.endswith("the best so far") for line in lines if "held out: first" in line]
-    assert improved[:3] == [True, True, False]
-    assert not any(improved[3:])
+    assert improved == [True, True, *[False] * (len(improved) - 2)]
     assert "makes 2.50 tokens per target pass" in (tmp_path / "head" / "README.md").read_text()
 
 
@@ -147,17 +134,16 @@ def test_a_run_in_two_parts_learns_what_one_run_learns(target: Path, prompts: Pa
     tuning = Tuning(config, clock=ticking())
     tuning._collect(read_prompts([prompts]))
     dataset = TrainingSet(tuning._corpus)
-    whole = tuning._training(dataset, []).trainer
-    for _ in range(6):
-        whole.step(dataset, 1.0)
-    first = tuning._training(dataset, []).trainer
-    for _ in range(3):
-        first.step(dataset, 1.0)
-    path = config.out / _CHECKPOINT
-    training.write_checkpoint(path, first)
-    second = tuning._training(dataset, []).trainer
-    for _ in range(3):
-        second.step(dataset, 1.0)
+
+    def trained(steps: int) -> Trainer:
+        trainer = tuning._training(dataset, []).trainer
+        for _ in range(steps):
+            trainer.step(dataset, 1.0)
+        return trainer
+
+    whole = trained(6)
+    training.write_checkpoint(config.out / _CHECKPOINT, trained(3))
+    second = trained(3)
     assert second.state.steps == whole.state.steps
     for name, parameter in whole.draft.module.named_parameters():
         assert torch.allclose(parameter, second.draft.module.get_parameter(name), atol=1e-6), name
@@ -169,13 +155,10 @@ def test_a_full_disk_is_told_and_what_was_kept_stays(
     target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tuning_of(target, tmp_path / "head", minutes=4.0)
-    written = 0
-    write = training.write_safetensors
+    write, fits = training.write_safetensors, iter([True, False])
 
     def fills(path: Path, *rest: Any, **more: Any) -> None:
-        nonlocal written
-        written += 1
-        if written == 2:
+        if not next(fits, True):
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         write(path, *rest, **more)
 
@@ -189,9 +172,7 @@ def test_a_full_disk_is_told_and_what_was_kept_stays(
     assert len(read_checkpoint(config.out / _CHECKPOINT).state.history) > 1
 
 
-def test_folders_that_are_something_else_are_refused(
-    tuned: Path, target: Path, prompts: Path, tmp_path: Path
-) -> None:
+def test_other_folders_are_refused(tuned: Path, target: Path, prompts: Path, tmp_path: Path) -> None:
     pool = tmp_path / "pool"
     (pool / "work").mkdir(parents=True)
     facts = json.loads((tuned / "work/tuning.json").read_text()) | {"members": 2}
@@ -237,16 +218,12 @@ _MINUTES = 0.06  # length of the first run, a third of it for collecting; each l
 _PATIENCE = 120.0  # seconds until a run writes the file
 # Files after which a run is killed: its claim, its first draft, a checkpoint.
 _SEEN = ("work/tuning.json", "config.json", "work/checkpoint.safetensors")
-_SMALL = (
-    "--dtype float32 --kv-cache-memory 16MB --max-context 64 --max-tokens 8 --raw --vocabulary 32 --depth 3"
-)
+_SMALL = "--dtype float32 --kv-cache-memory 16MB --max-context 64 --max-tokens 8 --raw --vocabulary 32"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_who_is_killed_at_any_moment_goes_on_and_ends_with_a_draft(
-    target: Path, prompts: Path, tmp_path: Path
-) -> None:
+def test_who_is_killed_goes_on_and_ends_with_a_draft(target: Path, prompts: Path, tmp_path: Path) -> None:
     moments, out, before, kills = random.Random(0), tmp_path / "head", 0, 0
     for number, name in enumerate(_SEEN):
         minutes = _MINUTES * (1 + number)
@@ -272,6 +249,7 @@ def test_who_is_killed_at_any_moment_goes_on_and_ends_with_a_draft(
 def _command(target: Path, prompts: Path, out: Path, minutes: float) -> list[str]:
     resume = ["--resume"] if (out / "work" / "tuning.json").exists() else []
     named = ["--model", str(target), "--prompts", str(prompts), "--out", str(out), *_SMALL.split()]
+    named += ["--depth", "3"]
     return [sys.executable, "-m", "specinfer", "tune", *named, "--minutes", str(minutes), *resume]
 
 
@@ -306,10 +284,8 @@ def pool_of(target: Path, out: Path, kind: Kind) -> TuneConfig:
     return tuning_of(target, out, minutes=2.5, collect_minutes=2.4, kind=kind, members=2)
 
 
-@pytest.mark.parametrize("kind", [SSM, BLOCK])
-def test_a_pool_guesses_more_than_its_members(
-    target: Path, prompts: Path, tmp_path: Path, kind: Kind
-) -> None:
+@pytest.mark.parametrize("kind", [SSM, made.BLOCK])
+def test_a_pool_beats_its_members(target: Path, prompts: Path, tmp_path: Path, kind: Kind) -> None:
     outcome, lines = run(pool_of(target, tmp_path / "pool", kind), prompts)
     found = pool_members(tmp_path / "pool")
     assert outcome.figures.tokens_per_pass > 1
@@ -328,13 +304,13 @@ def test_a_pool_guesses_more_than_its_members(
 def test_who_is_killed_goes_on_with_the_member_he_was_at(target: Path, prompts: Path, tmp_path: Path) -> None:
     config = replace(pool_of(target, tmp_path / "pool", SSM), minutes=4.0)
     # How many answers a look at the clock finds varies, so this clock stands while they are collected.
-    collected, _ = tuning(config, lambda: 0.0)
+    collected, _ = made.tuning(config, lambda: 0.0)
     collected.collect(read_prompts([prompts]))
     again = replace(config, resume=True)
     states: list[list[int]] = []
     for steps in (110, 90, 60):
         with pytest.raises(KilledError):
-            run(again, prompts, dies_at(steps))
+            run(again, prompts, made.dies_at(steps))
         kept = [config.work / f"member{number}.safetensors" for number in (1, 2)]
         states.append([read_checkpoint(path).state.steps if path.exists() else 0 for path in kept])
         assert not (config.out / "pool.json").exists()
