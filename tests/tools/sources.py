@@ -21,9 +21,8 @@ cp "$made" "$2"
 
 def copy_sources(folder: Path) -> Path:
     """The files of this checkout that a wheel is made of, in `folder`."""
-    shutil.copytree(
-        REPOSITORY / "specinfer", folder / "specinfer", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(REPOSITORY / "specinfer", folder / "specinfer", ignore=ignored)
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, folder)
     return folder

@@ -89,10 +89,8 @@ def test_its_steps_give_a_server(tmp_path: Path) -> None:
         return str(root / path.lstrip("/"))
 
     context = tmp_path / "context"
-    ignored = shutil.ignore_patterns(
-        ".venv", ".git", "__pycache__", "*.egg-info", ".mypy_cache", "build", "dist"
-    )
-    shutil.copytree(REPOSITORY, context, ignore=ignored)
+    left_out = (".venv", ".git", "__pycache__", "*.egg-info", ".mypy_cache", "build", "dist")
+    shutil.copytree(REPOSITORY, context, ignore=shutil.ignore_patterns(*left_out))
     for word, rest in steps("Dockerfile"):
         if word == "COPY" and not rest.startswith("--from"):
             *sources, target = shlex.split(rest)
@@ -119,11 +117,8 @@ def test_its_steps_give_a_server(tmp_path: Path) -> None:
 def test_torchrun_fails_when_a_rank_cannot_follow(tmp_path: Path) -> None:
     unit = (DEPLOY / "specinfer-follow.service").read_text(encoding="utf-8")
     [parts] = re.findall(r"^# Without systemd: torchrun (.*)\n# +(.*)$", unit, re.M)
-    given = {
-        "100": ["0"],  # restarts
-        "specinfer": [sys.executable, "-m", "specinfer"],
-        "/etc/specinfer/key": [str(tmp_path / "none")],
-    }
+    given = {"100": ["0"], "/etc/specinfer/key": [str(tmp_path / "none")]}  # restarts, and the key
+    given["specinfer"] = [sys.executable, "-m", "specinfer"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]  # with a free port
     for word in shlex.split(" ".join(parts)):
         command += given.get(word, [word])
@@ -145,21 +140,14 @@ def understood(arguments: list[str]) -> dict[str, Any]:
 
 def test_kubernetes_probes_and_waits_for_answers() -> None:
     deployment, *others = yaml_documents("kubernetes.yaml")
-    assert [one["kind"] for one in (deployment, *others)] == [
-        "Deployment",
-        "PersistentVolumeClaim",
-        "Service",
-    ]
+    assert deployment["kind"] == "Deployment"
+    assert [one["kind"] for one in others] == ["PersistentVolumeClaim", "Service"]
     template = deployment["spec"]["template"]
     [container] = template["spec"]["containers"]
-    probes = {name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")}
-    assert {name: probe["path"] for name, probe in probes.items()} == {
-        "startup": "/ready",
-        "readiness": "/ready",
-        "liveness": "/health",
-    }
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert all(probe["port"] in ports for probe in probes.values())
+    for name, path in {"startup": "/ready", "readiness": "/ready", "liveness": "/health"}.items():
+        probe = container[f"{name}Probe"]["httpGet"]
+        assert (probe["path"], probe["port"] in ports) == (path, True), name
     options = understood(container["args"])
     assert options["grace"] == ServeConfig().grace
     waits = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
@@ -191,11 +179,9 @@ def test_the_options_of_the_image_and_the_unit_exist() -> None:
 DASHBOARD: Final[dict[str, Any]] = json.loads((DEPLOY / "grafana.json").read_text(encoding="utf-8"))
 PANELS: Final[list[dict[str, Any]]] = DASHBOARD["panels"]
 VARIABLES: Final = {one["name"]: one for one in DASHBOARD["templating"]["list"]}
-TARGETS: Final = [
-    pytest.param(target, id=f"{panel['title']}, {target['refId']}")
-    for panel in PANELS
-    for target in panel["targets"]
-]
+TARGETS: Final = {
+    f"{panel['title']}, {target['refId']}": target for panel in PANELS for target in panel["targets"]
+}
 BUILT_IN: Final = {"__rate_interval": "1m"}  # variables of Grafana itself
 Series = dict[str, set[str]]
 
@@ -237,16 +223,14 @@ def faults(query: str, legend: str, series: Series) -> list[str]:
             found.extend(f"no label {label} of {name}" for label in wrong)
 
     promql_parser.walk(promql_parser.parse(resolved(query)), visit)
-    grouped = {
-        label for group in re.findall(r"\bby ?\(([^)]*)\)", query) for label in re.findall(r"\w+", group)
-    }
+    grouped = set(re.findall(r"\w+", " ".join(re.findall(r"\bby ?\(([^)]*)\)", query))))
     assert "without" not in query
     found += [f"no label {label} in {query}" for label in sorted(grouped - labels)]
     shown = set(re.findall(r"\{\{(\w+)\}\}", legend))
     return found + [f"no label {label} in the result" for label in sorted(shown - grouped)]
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 def test_queries_name_what_a_server_exports(target: dict[str, str], series: Series) -> None:
     assert faults(target["expr"], target["legendFormat"], series) == []
 
@@ -318,9 +302,8 @@ def running(name: str, folder: Path) -> Iterator[int]:
         threading.Thread(target=upstream.serve_forever, daemon=True).start()
         command = configured(name, folder, port, upstream.server_address[1])
         free.close()
-        with subprocess.Popen(
-            command, env={"HOME": str(folder), "PATH": "/bin"}, executable=shutil.which(command[0])
-        ) as proxy:
+        env = {"HOME": str(folder), "PATH": "/bin"}
+        with subprocess.Popen(command, env=env, executable=shutil.which(command[0])) as proxy:
             try:
                 for _ in range(300):
                     with suppress(OSError), socket.create_connection(("127.0.0.1", port)):

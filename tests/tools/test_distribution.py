@@ -7,7 +7,7 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 from packaging.metadata import Metadata
@@ -35,19 +35,12 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (sources / stray).parent.mkdir(exist_ok=True)
         (sources / stray).touch()
     for kind in ("sdist", "wheel"):
-        done = subprocess.run(
-            [sys.executable, "-c", BUILD.format(kind=kind), str(folder / "dist")],
-            cwd=sources,
-            env=bare_environment(PATH=str(folder)),  # without a compiler
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = [sys.executable, "-c", BUILD.format(kind=kind), str(folder / "dist")]
+        given: Any = {"cwd": sources, "env": bare_environment(PATH=str(folder))}  # without a compiler
+        done = subprocess.run(command, **given, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-    assert (
-        "native kernels: none: no C++ compiler was found; they will be compiled on"
-        in done.stdout + done.stderr
-    )
+    said = done.stdout + done.stderr
+    assert "native kernels: none: no C++ compiler was found; they will be compiled on" in said
     return folder / "dist"
 
 
@@ -83,11 +76,8 @@ def test_both_have_every_file_of_the_package_and_no_others(dist: Path) -> None:
 def test_the_metadata_is_valid_and_has_the_readme(dist: Path) -> None:
     wheel = wheel_of(dist)
     metadata = Metadata.from_email(wheel.read(f"specinfer-{VERSION}.dist-info/METADATA"), validate=True)
-    assert (metadata.name, str(metadata.version), metadata.license_expression) == (
-        "specinfer",
-        VERSION,
-        "Apache-2.0",
-    )
+    named = metadata.name, str(metadata.version), metadata.license_expression
+    assert named == ("specinfer", VERSION, "Apache-2.0")
     assert metadata.description_content_type == "text/markdown"
     assert (metadata.description or "").strip() == (REPOSITORY / "README.md").read_text().strip()
     assert str(metadata.requires_python) == ">=3.11"

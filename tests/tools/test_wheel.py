@@ -60,16 +60,10 @@ def sources(tmp_path: Path) -> Path:
 def pip(*arguments: str, **changed: str | None) -> str:
     """Run pip and return its output."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
-    done = subprocess.run(
-        command,
-        env=bare_environment(**changed),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    files: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, env=bare_environment(**changed), check=False, **files)
     assert done.returncode == 0, done.stdout
-    return done.stdout
+    return str(done.stdout)
 
 
 def build(sources: Path, **changed: str | None) -> tuple[Path, list[str]]:
@@ -81,11 +75,8 @@ def build(sources: Path, **changed: str | None) -> tuple[Path, list[str]]:
 
 
 def libraries(wheel: Path) -> list[str]:
-    return sorted(
-        Path(name).stem
-        for name in zipfile.ZipFile(wheel).namelist()
-        if name.startswith("specinfer/kernels/lib/")
-    )
+    names = map(Path, zipfile.ZipFile(wheel).namelist())
+    return sorted(name.stem for name in names if name.parent == Path("specinfer/kernels/lib"))
 
 
 def test_a_level_that_the_compiler_is_too_old_for_is_left_out(sources: Path, tmp_path: Path) -> None:
@@ -124,14 +115,11 @@ def test_its_kernels_run_where_there_is_no_compiler(sources: Path, tmp_path: Pat
     *calls, link = (call.rpartition(" -o ")[0] for call in log.read_text().splitlines())
     flags = " ".join([*_FLAGS, *best.level.flags])
     cpu = REPOSITORY / "specinfer" / "kernels" / "cpu"
-    asked = {Path(call.removeprefix(f"{flags} -c ")).name: call for call in calls}
-    assert sorted(asked) == sorted(path.name for path in cpu.glob("*.cpp"))
-    assert all(call.startswith(f"{flags} -c ") for call in calls)
-    assert sorted(Path(made).stem for made in link.split() if made.endswith(".o")) == sorted(
-        path.stem for path in cpu.glob("*.cpp")
-    )
-    assert libraries(wheel) == [level]
-    assert len(said) == 1
+    units = sorted(path.stem for path in cpu.glob("*.cpp"))
+    assert all(call.startswith(f"{flags} -c ") and call.endswith(".cpp") for call in calls)
+    assert sorted(Path(call.removeprefix(f"{flags} -c ")).stem for call in calls) == units
+    assert sorted(Path(made).stem for made in link.split() if made.endswith(".o")) == units
+    assert (libraries(wheel), len(said)) == ([level], 1)
 
     venv, elsewhere, cache = tmp_path / "venv", tmp_path / "elsewhere", tmp_path / "cache"
     elsewhere.mkdir()
@@ -144,26 +132,17 @@ def test_its_kernels_run_where_there_is_no_compiler(sources: Path, tmp_path: Pat
     (site / "shared.pth").write_text("\n".join(shared))
 
     answer = run_script(venv / "bin" / "python", elsewhere, cache)
-    assert answer == {
-        "package": str(site / "specinfer"),
-        "library": str(site / "specinfer" / "kernels" / "lib" / f"{level}.so"),
-        "level": level,
-        "equal": True,
-    }
+    package = site / "specinfer"
+    places = {"package": str(package), "library": str(package / "kernels" / "lib" / f"{level}.so")}
+    assert answer == {**places, "level": level, "equal": True}
     kept = [path.name for path in (cache / "kernels").iterdir()]
     assert [name.startswith("survived-") for name in kept] == [True], "nothing was compiled"
 
 
 def run_script(python: Path, folder: Path, cache: Path) -> dict[str, Any]:
     """Run USE in `folder` with an empty PATH and return its output."""
-    done = subprocess.run(
-        [str(python), "-c", USE],
-        cwd=folder,
-        env=bare_environment(PATH=str(folder), SPECINFER_CACHE=str(cache)),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env = bare_environment(PATH=str(folder), SPECINFER_CACHE=str(cache))
+    command = [str(python), "-c", USE]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
+    return dict(json.loads(done.stdout))
