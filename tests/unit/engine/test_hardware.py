@@ -1,4 +1,4 @@
-"""What a machine allows: forms of weights for its memory, and options by device."""
+"""Forms of weights for a machine's memory, and options by device."""
 
 from __future__ import annotations
 
