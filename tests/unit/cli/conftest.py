@@ -1,7 +1,5 @@
 """The models that commands run on, and a command that runs in this process."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

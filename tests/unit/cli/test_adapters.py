@@ -1,7 +1,5 @@
 """Commands with --lora: all of their requests have the adapter."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`specinfer cache` and `specinfer policy`: lists of all kept files, and clearing of named ones."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

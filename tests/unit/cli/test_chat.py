@@ -1,7 +1,5 @@
 """The chat command: a conversation, its commands and its end; and the conversation of the demo."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The command line: answers, one-line errors, exit statuses, help, and the page that has every flag."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

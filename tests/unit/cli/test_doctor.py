@@ -1,7 +1,5 @@
 """`specinfer doctor` from options to its report."""
 
-from __future__ import annotations
-
 import json
 import platform
 import re

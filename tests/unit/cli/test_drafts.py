@@ -1,7 +1,5 @@
 """`specinfer drafts`, and `pull --with-draft`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Steps on the terminal: --explain lists speculators, reasons and costs, and a tree is drawn."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import partial

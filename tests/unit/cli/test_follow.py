@@ -1,7 +1,5 @@
 """`specinfer follow` and a server with --master, as far as they need no engine."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 

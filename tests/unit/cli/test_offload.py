@@ -1,7 +1,5 @@
 """Commands on a model that exceeds its memory limit."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

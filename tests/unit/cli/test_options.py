@@ -1,7 +1,5 @@
 """Every option of the engine and the server is a flag of `specinfer serve` and a key of its file."""
 
-from __future__ import annotations
-
 import ast
 import re
 from dataclasses import fields

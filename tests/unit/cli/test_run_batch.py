@@ -1,7 +1,5 @@
 """`specinfer run-batch`: a file of requests, with interruptions."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

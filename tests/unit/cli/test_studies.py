@@ -1,7 +1,5 @@
 """`specinfer bench`, `check` and `tune` from options to figures, exit statuses and heads."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

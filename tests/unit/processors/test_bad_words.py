@@ -1,7 +1,5 @@
 """Bad words: where their last token is banned, and what a tokenizer makes of them."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

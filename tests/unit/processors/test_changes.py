@@ -1,7 +1,5 @@
 """Changes of single logits: their effects, their order, and those that change no bit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """All processors in their order; the laws they make are in tests/exact/test_parameters.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

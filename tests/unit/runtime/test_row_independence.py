@@ -17,7 +17,7 @@ from tests.tiny_models import write_tiny_llama
 
 CPU = torch.device("cpu")
 FEW = (12, 63, 505)
-LENGTHS = (12, 29, 55, 63, 97, 250, 505, 511, 600)  # of texts; trees pass 64 and 512
+LENGTHS = (12, 29, 55, 63, 97, 250, 505, 511, 600)  # of texts
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 

@@ -1,7 +1,5 @@
 """A scripted server with a plain client that needs no event loop of the test's own."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

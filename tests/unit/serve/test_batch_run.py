@@ -1,7 +1,5 @@
 """Files of requests, answered by the endpoints of the server, and the file of answers for a later run."""
 
-from __future__ import annotations
-
 import asyncio
 import codecs
 import errno

@@ -1,7 +1,5 @@
 """Memory of a real server's process under hostile clients."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

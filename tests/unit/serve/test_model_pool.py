@@ -1,7 +1,5 @@
 """Several models behind one port: which are loaded, which wait, and which go."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -1,7 +1,5 @@
 """The official client against a real server; texts equal those of the offline LLM."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from functools import partial

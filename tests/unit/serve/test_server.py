@@ -1,7 +1,5 @@
 """The server as a process: keys, waiting and its end."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json

@@ -1,7 +1,5 @@
 """Tokens of a folder's configs: ids and texts are those of transformers."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fill-in-the-middle prompts."""
 
-from __future__ import annotations
-
 import pytest
 from tokenizers import AddedToken, normalizers, processors
 

@@ -1,7 +1,5 @@
 """A text in another model's tokens, however it grew, and the tokens that two vocabularies have in common."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Whether the ids of two models can be exchanged, whatever they are kept in."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

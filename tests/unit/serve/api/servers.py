@@ -1,7 +1,5 @@
 """Scripted servers with clients of messages and of responses, and the events of their streams."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

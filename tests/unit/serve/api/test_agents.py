@@ -1,7 +1,5 @@
 """Requests of coding agents, as they send them: Codex CLI, Claude Code and clients of chat completions."""
 
-from __future__ import annotations
-
 import logging
 import time
 from typing import Any

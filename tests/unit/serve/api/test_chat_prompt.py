@@ -1,7 +1,5 @@
 """Preparation of conversations before the engine gets them, and the threads that do it."""
 
-from __future__ import annotations
-
 import threading
 from functools import partial
 from pathlib import Path

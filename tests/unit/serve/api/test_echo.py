@@ -1,7 +1,5 @@
 """Prompts that are returned with the log-probabilities of their tokens, for evaluation harnesses."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Fill-in-the-middle: POST /infill, and suffix at /v1/completions."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tools and reasoning as blocks of a message."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """POST /v1/messages: formats and events of Anthropic's API, its fields, and refusals that name them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from specinfer.request import Delta, FinishReason

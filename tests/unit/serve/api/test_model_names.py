@@ -1,7 +1,5 @@
 """Model names in requests."""
 
-from __future__ import annotations
-
 from specinfer.tokenizer import Tokenizer
 from tests.scripted_server import MODEL
 from tests.unit.serve.asked import BODIES, Asked

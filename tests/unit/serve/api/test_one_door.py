@@ -1,7 +1,5 @@
 """Equivalent messages become the same prompt, through the library and through HTTP."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Token counts, and log-probabilities in the formats of OpenAI's endpoints."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reasoning and tool calls as items of a response."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

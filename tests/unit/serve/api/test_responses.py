@@ -1,7 +1,5 @@
 """POST /v1/responses, read by OpenAI's client; its fields, and refusals that name them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import openai

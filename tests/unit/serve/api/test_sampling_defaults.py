@@ -1,7 +1,5 @@
 """Requests without sampling parameters get the model's recommendation; others keep theirs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Admission of requests: queues, limits and failures."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence

@@ -1,7 +1,5 @@
 """Clients that stream texts of fixed seeds from a server with several replicas, and its processes."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """The server's side of a Ray cluster, without Ray: its address, its free CPUs, and the relay of an actor."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import socket

@@ -1,7 +1,5 @@
 """Crashes of engine processes: restarts, and works that are blamed."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

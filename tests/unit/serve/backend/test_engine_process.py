@@ -1,7 +1,5 @@
 """Messages of an engine process about its works, its fingerprint and its death."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

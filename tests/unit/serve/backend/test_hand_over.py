@@ -1,7 +1,5 @@
 """Several replicas in virtual time: moved works, cache sizes, engines left out or replaced one by one."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from itertools import product

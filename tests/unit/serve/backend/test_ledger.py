@@ -1,7 +1,5 @@
 """Output, replicas and blamed crashes of works, without processes and clocks."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 from dataclasses import replace

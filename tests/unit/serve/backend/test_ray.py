@@ -1,7 +1,5 @@
 """Replicas as actors of a Ray cluster; their texts equal those of one process."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

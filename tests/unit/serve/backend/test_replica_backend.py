@@ -1,7 +1,5 @@
 """The server's side of engine processes: waiting times, cut answers, counters, and homes of sessions."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from dataclasses import replace

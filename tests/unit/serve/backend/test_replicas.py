@@ -1,7 +1,5 @@
 """Two replicas of a tiny model, started by the command: kills, replacement, sessions and the end."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

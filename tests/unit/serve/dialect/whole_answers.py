@@ -1,7 +1,5 @@
 """Answers read piece by piece: their events, and the text and the calls in them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from specinfer.request import Delta, FinishReason

@@ -1,7 +1,5 @@
 """Bodies of requests, read as a server reads them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Any body gets a 2xx or 4xx answer, and clients that go away leave nothing behind."""
 
-from __future__ import annotations
-
 import json
 import socket
 from typing import Any

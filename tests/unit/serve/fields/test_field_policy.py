@@ -1,7 +1,5 @@
 """Fields of other servers, translated and refused ones, and unknown ones."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """Valid bodies, and 400 with the field at fault for others."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

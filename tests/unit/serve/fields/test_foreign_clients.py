@@ -1,7 +1,5 @@
 """Requests of other servers' clients over HTTP, without a model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from itertools import product

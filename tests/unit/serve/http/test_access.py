@@ -1,7 +1,5 @@
 """Keys, hosts, limits, paths and ids, before any endpoint."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """Limits of bodies, their memory, and short reports of many faults."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Connections of uvicorn with the settings of the server, and clients that send malformed HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Awaitable, Callable

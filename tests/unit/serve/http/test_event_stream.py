@@ -1,7 +1,5 @@
 """Streams of events: their ends, and the immediate end of their sources."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from collections.abc import AsyncGenerator, Iterator

@@ -1,7 +1,5 @@
 """Files of the page: paths, headers and access."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import tomllib

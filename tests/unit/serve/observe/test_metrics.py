@@ -1,7 +1,5 @@
 """Speculation metrics in Prometheus' format."""
 
-from __future__ import annotations
-
 from prometheus_client.parser import text_string_to_metric_families
 
 from specinfer.engine.steps import Statistics

@@ -1,7 +1,5 @@
 """One span per completion, below the caller's span."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Mapping

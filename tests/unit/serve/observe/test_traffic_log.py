@@ -1,7 +1,5 @@
 """Prompts and answers in a private file of a maximum size, with failing disks."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

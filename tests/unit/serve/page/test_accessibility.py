@@ -1,7 +1,5 @@
 """Accessibility: screen readers, keyboard, reduced motion, small screens and dark mode."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

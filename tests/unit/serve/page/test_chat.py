@@ -1,7 +1,5 @@
 """Chat on the page: streaming, marks, stop, regenerate, edit and settings."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Conversations: kept in the browser, continued and regenerated, and usable after refusals and cuts."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

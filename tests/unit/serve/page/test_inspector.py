@@ -1,7 +1,5 @@
 """The tree inspector, by mouse and by keyboard."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Long answers: the time of rendering grows with the answer, and trees are drawn on demand."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.scripted_server import says_in_steps, steps_of

@@ -1,7 +1,5 @@
 """Markdown of answers: rendering, the sanitizer, streaming, copying, and marks of tokens."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.scripted_server import says_in_steps, steps_of

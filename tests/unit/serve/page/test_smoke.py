@@ -1,7 +1,5 @@
 """The page in a real browser, quickly: an answer in Markdown that is streamed, copied, kept and continued."""
 
-from __future__ import annotations
-
 from specinfer.request import FinishReason
 from tests.scripted_server import says
 from tests.unit.serve.page.asking import DONE, Page, Serving, prompts, send

@@ -1,7 +1,5 @@
 """Alignment of texts and tokens, and the layout of trees."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

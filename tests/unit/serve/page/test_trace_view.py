@@ -1,7 +1,5 @@
 """Trace files on the page: opened from disk and saved."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
