@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Final
@@ -37,12 +37,10 @@ _CLOSING: Final = 10.0  # seconds that all threads together have for their ends
 class Lookup:
     """The question which one of some names, of a text's files, is the first that has a file."""
 
-    def __init__(self, names: Iterable[str]) -> None:
-        """The finder's thread iterates over the names."""
+    def __init__(self, names: Sequence[str]) -> None:
         self.names = names
         self.place: int | None = None  # place of that name; None: there is no file
         self.over = False  # set by the engine, once it has no more of the text to load
-        self.begun = time.monotonic()
         self._answered = threading.Event()
 
     @property
@@ -131,7 +129,7 @@ class PromptFiles:
         """Return whether there is a file of this name, which may be damaged; a dead disk hangs here."""
         return os.path.exists(self._folder / name)  # Path.exists raises without rights
 
-    def find(self, names: Iterable[str]) -> Lookup:
+    def find(self, names: Sequence[str]) -> Lookup:
         """Begin to look for the first of these names that has a file."""
         lookup = Lookup(names)
         with self._changed:

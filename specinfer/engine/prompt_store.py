@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -71,6 +71,8 @@ class PromptStore:
                 self._drafts[end], self._caches[end] = texts, texts.cache
                 texts.keep = partial(self.keep, end=end)
         self._loading: _Loading | None = None
+        self._next: Lookup | None = None  # the one that is waited for, as texts are looked up in order
+        self._heard = 0.0  # time since which it is that
         self._late: Lookup | Reading | None = None  # the last one that was given up
         weakref.finalize(self, files.stop)
 
@@ -112,19 +114,23 @@ class PromptStore:
     def load(self, sequence: SequenceState, keys: Sequence[bytes], wait: float) -> bool:
         """Load blocks of a waiting text into the pool; returns False while more are read.
 
-        It waits at most `wait` seconds, and some milliseconds at first. A text is looked up once after each
-        of its starts, and none while the disk hangs.
+        It waits at most `wait` seconds, and some milliseconds at first, for one text at a time. A text is
+        looked up once after each of its starts, and none while the disk hangs.
         """
         hangs = self._late is not None and not self._late.left
         if hangs or not self._takes(sequence.request):
             return True
         if (lookup := sequence.lookup) is None:
-            lookup = sequence.lookup = self._files.find(self._sought(keys))
+            if not (sought := self._sought(keys)):
+                return True
+            lookup = sequence.lookup = self._files.find(sought)
             wait = max(wait, _GLANCE)
-        if not lookup.wait(wait):
-            if time.monotonic() <= lookup.begun + _PATIENCE:
+        if self._next is None or self._next.left:
+            self._next, self._heard = lookup, time.monotonic()
+        if not lookup.wait(wait if lookup is self._next else 0.0):
+            if time.monotonic() <= self._heard + _PATIENCE:
                 return False
-            self._give_up(lookup)
+            self._give_up(self._next)
             return True
         if lookup.over:
             return True
@@ -169,12 +175,12 @@ class PromptStore:
         self._files.counts["late"] += 1
         self._files.say("is not read; prompts are computed until it is", f"{_PATIENCE:g} seconds")
 
-    def _sought(self, keys: Sequence[bytes]) -> Iterable[str]:
+    def _sought(self, keys: Sequence[bytes]) -> list[str]:
         """Return the name of the first block, or those of states, the last first; one file is enough."""
         found = len(self._pool.find(keys))
         if self._slots is None:
             return [key.hex() for key in keys[found:][:1]]
-        return (key.hex() + _STATES for key in keys[self._with_states(keys, found) :][::-1])
+        return [key.hex() + _STATES for key in keys[self._with_states(keys, found) :][::-1]]
 
     def _names(self, keys: Sequence[bytes], found: int, place: int | None) -> list[str]:
         """Return the files behind `found` blocks in the pool, if there are any; states come last.

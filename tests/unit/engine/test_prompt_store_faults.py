@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 
 import pytest
 
@@ -206,6 +206,10 @@ def test_a_dead_folder_stops_no_step(model: Path, tmp_path: Path, monkeypatch: p
             return PromptFiles.has(kept, name)
 
         monkeypatch.setattr(kept, "has", has)
+        waiting = [SimpleNamespace(request=SimpleNamespace(adapter=None), lookup=None) for _ in range(3)]
+        begun = time.monotonic()
+        loaded = [store.load(one, [b"a"][:n], 60.0 * (n == 2)) for n, one in enumerate(waiting)]
+        assert (loaded, time.monotonic() < begun + 30) == ([True, False, False], True)
         assert answer(llm) == (text, 0)
         assert answer(llm, [8, *PROMPT])[1] == 0
         assert threads == ["specinfer-prompts-_run_finder"]
@@ -214,7 +218,7 @@ def test_a_dead_folder_stops_no_step(model: Path, tmp_path: Path, monkeypatch: p
         while not store._late.left:
             time.sleep(0.001)
         assert answer(llm, [9, *PROMPT])[1] == 0
-        assert (len(threads), llm.statistics().prompt_store["late"]) == (2, 1)
+        assert (len(threads), llm.statistics().prompt_store["late"]) == (4, 1)
 
 
 def count_objects(root: object) -> int:
