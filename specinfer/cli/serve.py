@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -180,11 +181,13 @@ def served_models(
     if not listed:
         options, config = configs(given, file)
         return config, [ServedModel.of(config, _engine(options, config))]
-    served: list[ServedModel] = []
+    served, names = list[ServedModel](), Counter(name_of(one["model"]) for one in listed)
     for one in listed:
         _ALIAS.check(aliases := _several(one.pop("alias", ())))
         options, config = configs(given, file, one)
-        served.append(ServedModel(aliases or (name_of(one["model"]),), _engine(options, config)))
+        name = name_of(one["model"])
+        own = aliases or (name if names[name] == 1 else one["model"],)
+        served.append(ServedModel(own, _engine(options, config)))
     check_several(config, served)
     return config, served
 

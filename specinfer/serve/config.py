@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address, ip_network
-from pathlib import Path
 from typing import Final, Literal, Self
 
 from specinfer.config import EngineConfig, SpecialTokens
@@ -224,8 +223,8 @@ class ServedModel:
 
 def name_of(model: str) -> str:
     """Return a model's name in requests: a path's last part without .gguf, or another name as given."""
-    path = Path(model).expanduser()
-    return Path(os.path.abspath(path)).name.removesuffix(".gguf") if path.exists() else model
+    path = os.path.abspath(os.path.expanduser(model))
+    return os.path.basename(path).removesuffix(".gguf") or model if os.path.exists(path) else model
 
 
 def check_several(config: ServeConfig, models: Sequence[ServedModel]) -> None:

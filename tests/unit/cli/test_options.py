@@ -175,6 +175,10 @@ def test_the_models_of_a_server(tmp_path: Path) -> None:
     assert (first.dtype, second.quantization) == ("bfloat16", "int8"), "flags override the file"
     assert served("models: [a]\n")[0][0] == served("", "a")[0][0] == ("a",)
     (tmp_path / "m.gguf").touch()
+    (tmp_path / "of").mkdir()
+    (tmp_path / "of" / "m.gguf").touch()
+    paths = [str(tmp_path / "m.gguf"), str(tmp_path / "of" / "m.gguf")]
+    assert [names for names, _ in served("", *paths)] == [(path,) for path in paths]
     for model, name in ((tmp_path / "m.gguf", "m"), (tmp_path, tmp_path.name), (f"{tmp_path}/../m", None)):
         [[names, _]] = served("", str(model))
         assert names == served(f"models: ['{model}']\n")[0][0] == (name or str(model),)
