@@ -99,8 +99,13 @@ def build_prompt(service: Service, fields: ConversationFields, messages: Message
         (common_length(token_ids, encode(_common(rendered, messages[:count], render))), seconds)
         for seconds, count in fields.cached_prefixes.items()
     )
+
+    def bytes_of(token: int) -> bytes:
+        hidden = token not in visible and service.tokenizer.is_special(token)
+        return b"" if hidden else service.tokenizer.bytes_of(token)
+
     # A JSON object is a structured answer with a form, and else it may be a call.
-    reader = partial(dialect.reader, tools, starts_inside, service.tokenizer.bytes_of, bare=form is None)
+    reader = partial(dialect.reader, tools, starts_inside, bytes_of, bare=form is None)
     return ChatPrompt(token_ids, constraints, bool(tools), reader)
 
 

@@ -59,8 +59,7 @@ class Dialect:
         """Return a reader of one answer that may call these tools.
 
         `starts_inside`: the prompt has opened the reasoning or, with channels, the final message. `bytes_of`
-        returns a token's bytes or a special token's name. With `bare` an answer that is one JSON object may
-        be a call.
+        returns a token's bytes in the text. With `bare` an answer that is one JSON object may be a call.
         """
         if isinstance(self.reasoning, Channels):
             channels = partial(ChannelParser, self.calls if tools else None, tools, starts_inside)

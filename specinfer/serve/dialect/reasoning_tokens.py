@@ -26,7 +26,7 @@ class ReasoningTokens:
     """
 
     def __init__(self, parser: Splits, bytes_of: Callable[[int], bytes]) -> None:
-        """`bytes_of` returns a token's bytes; those of a special token are its name."""
+        """`bytes_of` returns a token's bytes in the answer's text."""
         self.count = 0
         self._parser = parser
         self._bytes_of = bytes_of
@@ -41,5 +41,5 @@ class ReasoningTokens:
             self._open += 1
             if before or self._parser.reasons:
                 self.count += self._open
-            if self._parser.reasons is not None or before:
+            if self._parser.reasons is not None or before is not None:
                 self._open = 0

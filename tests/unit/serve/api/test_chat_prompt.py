@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specinfer.request import FinishReason
+from specinfer.request import Delta, FinishReason
 from specinfer.serve.api import chat_prompt
 from specinfer.tokenizer import ChatEncoder, Tokenizer
 from tests.scripted_server import FACTS, byte_tokenizer, says
@@ -88,6 +88,13 @@ def test_every_api_counts_the_tokens_of_reasoning(tokenizer: Tokenizer) -> None:
             stream = Asked(tokenizer, first, first).http.post(path, json=body | streaming)
             ends = [one.get("response", one).get("usage") for one in chunks(stream)]
             assert [one for one in ends if one][-1][details] == whole[details], (path, more)
+
+
+def test_a_hidden_token_is_no_text(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tokenizer, "is_special", lambda _, token: token == 0)
+    script = [Delta("", "hm</th", tuple(b"hm</th\0")), *says("ink>Yes")]
+    usage = Asked(tokenizer, script).ok("/chat/completions", **BODIES["/chat/completions"])["usage"]
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == len("hm</th?ink>")
 
 
 def test_a_budget_without_reasoning_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

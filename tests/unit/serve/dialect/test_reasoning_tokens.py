@@ -29,6 +29,7 @@ ANSWERS = [
 ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|>"
 GET = '<|channel|>commentary to=functions.get<|message|>{"city": "Oslo"}<|call|>'
 NEXT, FINAL = "<|start|>assistant", "<|channel|>final<|message|>Yes"
+NOTE = "<|channel|>commentary<|message|>Hi<|end|>"
 
 
 def counted(dialect, tokens, ids, *, inside=False, tools=()):
@@ -72,6 +73,7 @@ def test_all_analysis_is_reasoning_and_calls_are_not():
         (ANALYSIS.removesuffix("<|end|>"), size - 1),
         (GET.replace("commentary", "analysis"), 0),
         (FINAL, 0),
+        (NOTE + NEXT + ANALYSIS, both - size),
     ]
     for text, count in cases:
         ids = encode(text, add_special=False)
