@@ -40,6 +40,8 @@ def plain_tiles() -> Library:
 def kernels(name: Literal["torch", "native"]) -> Kernels:
     """Return the CPU kernels called `name` in EngineConfig."""
     try:
-        return choose_kernels(name, torch.device("cpu"))[0]
+        found = choose_kernels(name, torch.device("cpu"))[0]
     except KernelBuildError as error:
         pytest.skip(f"no native kernels on this machine: {error}")
+    assert (found.library is None) == (name == "torch"), "a twin is not compared with itself"
+    return found

@@ -82,7 +82,7 @@ def draft_kernels(kernels: Kernels) -> Kernels:
 def streaming_kernels(kernels: Kernels, weights: int) -> Kernels:
     """Kernels for a model with `weights` bytes of weights.
 
-    On AMD's CPUs weights that exceed the caches are read past them. On an Intel Xeon that takes 1.2 to 1.5
+    On AMD's CPUs weights that exceed the caches are read past them. On an Intel Xeon that takes 1.3 to 1.7
     times as long, and other CPUs were not measured.
     """
     past = weights > cache_bytes() and cpu_info("vendor_id") == "AuthenticAMD"

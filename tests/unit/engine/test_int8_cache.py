@@ -65,6 +65,13 @@ def test_layers_of_all_kinds(tmp_path: Path, kind: str) -> None:
     assert differing(tiny, PROMPTS[:3], RANDOM) == []
 
 
+@pytest.mark.slow
+def test_two_hundred_texts_are_the_same(tmp_path: Path) -> None:
+    tiny = write_tiny(tmp_path, replace(kernels("native"), int8_cache=True), num_layers=3, max_context=128)
+    prompts = [[(7 * n + 3 * i * i) % 60 for i in range(1 + n % 60)] for n in range(200)]
+    assert differing(tiny, prompts, replace(RANDOM, max_tokens=40)) == []
+
+
 def check_guesses(llm: LLM, alone: LLM) -> None:
     """Require that an int8 cache gives the texts of one without guesses."""
     assert {rows.dtype for rows in runner_of(llm).cache.keys} == {torch.int8}

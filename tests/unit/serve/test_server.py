@@ -58,6 +58,7 @@ def test_answers_that_outlast_the_grace_end_with_an_error_that_can_be_read(folde
             found = list(asking)
         assert served.process.wait(60) == 0
     assert [one.status_code for one in found] == [200, 503, 200, 503]
+    assert [one.text.startswith("data: ") for one in found] == [True, False, True, False]
     message = "the server shut down before the answer was complete; send the request again"
     for one in found:
         error = json.loads(one.text.strip().splitlines()[-1].removeprefix("data: "))

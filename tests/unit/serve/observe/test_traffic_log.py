@@ -116,6 +116,7 @@ def test_a_line_has_all_of_a_completion(tmp_path: Path, logged: Logged, tokenize
         **{"text": "caf\u00e9", "token_ids": [99, 97, 102, 195, 169], "finish_reason": "stop"},
         **{"cached_tokens": 3, "prefix_miss": None, "figures": asdict(figures)},
     }
+    assert line["figures"] | {"steps": 2, "accepted_by": {"lookup": 1}} == line["figures"]
 
 
 def test_each_completion_that_ended_by_itself_has_a_line(logged: Logged, tokenizer: Tokenizer) -> None:
