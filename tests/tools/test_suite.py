@@ -46,7 +46,7 @@ def test_all_checks_run_and_are_on_the_page(tmp_path: Path) -> None:
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     page = out.read_text()
-    for words in ("logits of a tree, llama", "float32: greedy", "bfloat16: T=0.8", "a server's answer"):
+    for words in ("logits of a tree, llama", "float32: greedy", "bfloat16: T=0.8", "served answer"):
         assert f"| {words}" in page
     assert "through transformers: greedy" in page
     assert "| with speculation | open |" in page
