@@ -1,7 +1,5 @@
 """Random caches and rows, and a float64 reference of attention."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Both backends against attention in float64: chains, trees, batches, windows, head norms, rope."""
 
-from __future__ import annotations
-
 import re
 from array import array
 from dataclasses import replace

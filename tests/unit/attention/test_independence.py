@@ -3,8 +3,6 @@
 test_row_independence.py and test_switches.py compare paths of trees with chains in whole models.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The same conversations on two engines, and reports of the comparison as JSON and as text."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """First difference of two texts, whether rounding explains it, and whether it is a failure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Facts of the doctor: kernel levels and their checks, memory speed, and the cost of a pass."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace

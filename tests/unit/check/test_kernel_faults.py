@@ -1,7 +1,5 @@
 """Faults of a library: each wrong result is named."""
 
-from __future__ import annotations
-
 import copy
 import ctypes
 

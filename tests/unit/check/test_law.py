@@ -1,7 +1,5 @@
 """The quantile of a token in its law, and the statistic of many quantiles."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Sampling parameters keep texts, and a processor that speculation sees differently is found."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The check passes an honest engine, and fails one for each way to break the promise."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

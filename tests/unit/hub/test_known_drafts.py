@@ -1,7 +1,5 @@
 """The table of known drafts, what of it is found on a machine, and the heads that come with the package."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Facts in the files of a model: recommended sampling parameters, and the members of a pool of drafts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Names of models; and folders and files that are not supported models: one line names each kind."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import product

@@ -1,7 +1,5 @@
 """Prompt files, accepted or refused with file and line; and the provenance of results."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A tiny target, prompts for it, and tunings with fixed costs and a fixed clock."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from itertools import count

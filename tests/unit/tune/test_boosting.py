@@ -1,7 +1,5 @@
 """Training of a pool's next member: other texts, other positions, another law."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Licence on a draft's card: that of the target's files, or none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

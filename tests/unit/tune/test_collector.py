@@ -1,7 +1,5 @@
 """Collection: recorded values equal those of the target on the text alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Ranks along held-out answers against all logits at once, and an EAGLE head's rows in training."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Initial heads: the target's last layers, least squares, and pair counts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The loss against its sum written out, and the shortlists it is computed on."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Prompts of a run: bad lines are skipped, and the split depends only on the content."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """How many members pay: trees of known ranks, costs that can be added by hand, and a search as the oracle."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

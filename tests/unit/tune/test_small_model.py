@@ -1,7 +1,5 @@
 """Small models are tuned without hidden states, and what is written is what transformers loads."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

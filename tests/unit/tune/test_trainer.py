@@ -1,7 +1,5 @@
 """Steps of a training, by themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Whole tunings of a tiny target and of pools: results, continued runs, early ends, and kills."""
 
-from __future__ import annotations
-
 import errno
 import json
 import random
