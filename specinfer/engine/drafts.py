@@ -33,7 +33,8 @@ from specinfer.progress import Progress
 from specinfer.runtime.cost_curve import Timed
 from specinfer.runtime.executor import Executor
 from specinfer.runtime.runner import ModelRunner
-from specinfer.speculate.drafts.draft import Draft, DraftModel
+from specinfer.speculate.drafts.draft import Draft
+from specinfer.speculate.drafts.draft_model import DraftModel
 from specinfer.speculate.drafts.draft_tokens import DraftVocabulary, ForeignTokens, foreign_tokens
 from specinfer.speculate.drafts.foreign_draft import ForeignDraft
 from specinfer.speculate.drafts.growth import Shape

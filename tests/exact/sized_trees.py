@@ -11,7 +11,7 @@ from specinfer.runtime.cost_curve import CostCurve
 from specinfer.runtime.cost_model import CostModel
 from specinfer.sampling_params import SamplingParams
 from specinfer.speculate.drafts import draws
-from specinfer.speculate.drafts.draft import DraftModel
+from specinfer.speculate.drafts.draft_model import DraftModel
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.acceptance import AcceptanceRates

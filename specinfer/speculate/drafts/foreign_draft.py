@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from specinfer.plan import PlanEntry
 from specinfer.runtime.batch import Rows, chain_rows
 from specinfer.runtime.runner import ModelRunner, Move
-from specinfer.speculate.drafts.draft import DraftModel, frontier_rows, moves_along
+from specinfer.speculate.drafts.draft import frontier_rows, moves_along
+from specinfer.speculate.drafts.draft_model import DraftModel
 from specinfer.speculate.drafts.draft_tokens import ForeignTokens
 from specinfer.speculate.drafts.growth import Growth, Shape
 from specinfer.speculate.speculator import Outcome

@@ -14,7 +14,7 @@ from specinfer.grammar.grammar import GrammarCompiler
 from specinfer.plan import PlanEntry, StepPlan
 from specinfer.processors.pipeline import Processors
 from specinfer.request import Request
-from specinfer.speculate.drafts.draft import DraftModel
+from specinfer.speculate.drafts.draft_model import DraftModel
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.grammar import GrammarSpeculator
 from specinfer.speculate.limits import SpeculationLimits

@@ -12,7 +12,8 @@ from specinfer import SamplingParams
 from specinfer.plan import PlanEntry
 from specinfer.runtime.features import TappedRows, TextFeatures
 from specinfer.runtime.runner import ModelRunner
-from specinfer.speculate.drafts.draft import CachedText, CachedTexts, DraftModel
+from specinfer.speculate.drafts.draft import CachedText, CachedTexts
+from specinfer.speculate.drafts.draft_model import DraftModel
 from specinfer.speculate.drafts.growth import Shape
 from specinfer.speculate.ensemble import Ensemble
 from specinfer.speculate.policy.policy import SpeculationPolicy
