@@ -37,7 +37,7 @@ from specinfer.verify.scan import SAMPLE_REQUEST, LogitBlock
 _TOLERANCE: Final = 1e-2  # tolerance relative to the largest result, for bfloat16
 _LOOSE_ROWS: Final = 8  # rows for which a loose product uses another method
 _ROWS: Final = (1, 2, 5, 9, 16, 17, 33, 64, 80)
-_SHAPES: Final = ((33, 96), (80, 800))  # channels, inner
+_SHAPES: Final = ((33, 96), (80, 800))  # channels, inner: as many, or the next whole spans of blocks
 _BLOCKS: Final = {
     "blocks4": BlockForm(4, 8, True, True),
     "blocks6": BlockForm(6, 8, True, True),
@@ -53,8 +53,10 @@ def kernel_fault(library: Library) -> str | None:
 def faults(library: Library) -> Iterator[str]:
     """Faults in the products of a library."""
     chance = torch.Generator().manual_seed(0)
-    for channels, inner in _SHAPES:
+    for channels, least in _SHAPES:
         for kind in KINDS:
+            unit = _BLOCKS[kind].span * GROUP if kind in _BLOCKS else 1
+            inner = -(-least // unit) * unit
             made = _matrix(kind, channels, inner, chance)
             x = 3 * torch.randn(max(_ROWS), inner, generator=chance)
             x = x.bfloat16() if kind == "bfloat16" else x
@@ -119,7 +121,7 @@ def _blocks(form: BlockForm, channels: int, inner: int) -> BlocksWeight:
     low, high = {4: (0, 16), 6: (-32, 32), 8: (-127, 128)}[form.bits]
     scales, mins = (torch.empty(sizes).uniform_(0.001, 0.01, generator=chance).half() for _ in range(2))
     firsts = torch.arange(sizes[1]) // form.span * form.span  # groups of a span share a scale
-    steps = _integers(-63, 64, *sizes, 2, chance=chance).to(torch.int8)
+    steps = _integers(0 if form.bits == 4 else -63, 64, *sizes, 2, chance=chance).to(torch.int8)
     rows = block_rows(
         _integers(low, high, *sizes, GROUP, chance=chance).to(torch.int8),
         scales[:, firsts],

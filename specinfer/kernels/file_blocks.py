@@ -2,7 +2,7 @@
 
 A group of 32 elements of a row is scale * step * level - min * min_step. Scales and mins are the file's
 float16 values, steps are integers: per group in Q4_K and Q5_K, per half group in Q6_K. So no number of the
-file is rounded, and the scale of a group, a product of 17 bits, is exact in float32.
+file is rounded.
 
 The library reads rows of blocks and of floats, quantized or not (`read_stored`), with the numbers of
 models/gguf_blocks.py, `lay_out_blocks` and kernels/layout.py, which do the same in PyTorch.
@@ -49,7 +49,6 @@ from specinfer.kernels.structures import (
 # Bytes of a group of a row, as read from a file's blocks: levels, scale, a step for each half, min, its step.
 ROW_BYTES: Final = GROUP + 2 + 2 + 2 + 1
 _SCALE, _STEPS, _MIN, _MIN_STEP = GROUP, GROUP + 2, GROUP + 4, GROUP + 6
-SPAN: Final = 8  # groups that share a scale in blocks of 256
 _ONE: Final = 129  # a step of 1, as stored
 _UNREAD: Final = 1  # of Stored in cpu/file_blocks.h
 ODD_LEVEL: Final = "a level of -128; allowed for Q8_0: -127 .. 127"
@@ -65,7 +64,7 @@ class BlockForm:
     """Layout of blocks; a matrix with several forms uses one that can represent all of them."""
 
     bits: Literal[4, 6, 8]  # per level: 0 .. 15, -32 .. 31, -127 .. 127
-    span: int  # groups that share a scale, and a min: 1 or SPAN
+    span: int  # groups that share a scale, and a min: 1, or SPAN with steps and levels of 4 or 6 bits
     steps: bool  # some steps differ from 1
     mins: bool
 

@@ -22,6 +22,7 @@ from specinfer.kernels.library import Library
 from specinfer.kernels.structures import BLOCK, num_blocks, padded_inner
 
 GROUP: Final = 32  # inner elements that are rotated together, or share a scale; inner sizes are padded to it
+SPAN: Final = 8  # groups that share a scale in blocks of 256
 INT4_BYTES: Final = GROUP + 3  # per group of a row: its levels, a float16 scale, a zero in sixteenths
 OFFSET: Final = 128  # offset of stored int8 values, of 8-bit levels and of steps
 _ROW_AXES: Final = {2: 1, 3: 2, 4: 2, 5: 3}  # axis of a block's rows in a tensor with this many dimensions
@@ -85,8 +86,8 @@ class BlocksWeight(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Groups that share a scale."""
-        return -(-self.groups // self.scales.shape[1])
+        """Groups that share a scale: 1 or SPAN."""
+        return self.groups // self.scales.shape[1]
 
     @property
     def has_steps(self) -> bool:

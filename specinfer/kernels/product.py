@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specinfer.kernels.exchange import SharedExchange
-from specinfer.kernels.layout import BlocksWeight
+from specinfer.kernels.layout import SPAN, BlocksWeight
 from specinfer.kernels.library import Library
 from specinfer.kernels.parts import SumParts
 from specinfer.kernels.structures import (
@@ -105,7 +105,7 @@ class NativeProduct:
         rows, padded = num_blocks(channels) * BLOCK, padded_inner(kind, inner)
         elements = rows * padded
         groups = elements // 32
-        spans = 0 if blocks is None else rows * -(-padded // 32 // blocks.span)
+        spans = 0 if blocks is None else groups // blocks.span
         wanted = {
             "float32": (elements * 4, 0, 0),
             "bfloat16": (elements * 2, 0, 0),
@@ -272,7 +272,7 @@ def product_args(product: Product) -> ProductArgs:
 
 
 def _block_parts(weight: BlocksWeight) -> list[Tensor | None]:
-    """Steps, mins and their steps, None if absent; raises ValueError if a shape is wrong."""
+    """Steps, mins and their steps, None if absent; raises ValueError if a shape or the span is wrong."""
     groups, spans = weight.groups, weight.scales.shape[1]
     blocks, halves = len(weight.levels), 1 if weight.bits == 4 else 2
     steps = weight.steps if weight.has_steps else None
@@ -281,4 +281,9 @@ def _block_parts(weight: BlocksWeight) -> list[Tensor | None]:
     for name, (tensor, entries) in wanted.items():
         if tensor is not None:
             check_tensor(name, tensor, tensor.dtype, blocks, entries, BLOCK)
+    if weight.span != 1 and (weight.span != SPAN or groups % SPAN or steps is None or weight.bits == 8):
+        raise ValueError(
+            f"got {groups} groups of {weight.bits} bits in {spans} spans, {'no ' * (steps is None)}steps; "
+            f"allowed: spans of 1, or of {SPAN} with steps and 4 or 6 bits"
+        )
     return [steps, mins, min_steps]

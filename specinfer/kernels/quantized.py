@@ -3,7 +3,8 @@
 Activations are quantized to int8 on the fly, except for int4 weights on a matrix unit (below). A few of a
 transformer's activations are a hundred times larger than the others, and one scale per row would leave the
 others two or three bits. So a row is divided into groups of 32. An int4 weight has a scale per group, and
-there the activations have one per group, too.
+there the activations have one per group, too. GGUF blocks of 256 elements have one scale, and an integer step
+per group: there the activations have one scale per 256, and a block's products are added exactly.
 
 An int8 weight has one scale per output channel, so that its product is a plain integer product. Each group is
 then rotated by a Hadamard matrix H of ones and minus ones, which spreads a large value over all 32 elements.
@@ -208,49 +209,63 @@ def _int4_sums(weight: Int4Weight) -> Product:
 
 
 def _blocks_sums(weight: BlocksWeight) -> Product:
-    """Float32 sums over the groups of a matrix of GGUF blocks, in order."""
+    """Float32 sums over the groups or spans of a matrix of GGUF blocks, in order."""
+    add = _add_group if weight.span == 1 else _add_span
 
     def add_up(x: Tensor) -> Tensor:
-        values_RGI, scales_RG = quantized_rows(x)
-        of_mins_RG = -values_RGI.sum(2) * scales_RG
+        values_RSI, scales_RS = quantized_rows(x, weight.span * GROUP)
         total_RC = torch.zeros(len(x), weight.scales.shape[0] * BLOCK)
-        for g in range(_groups(weight)):
-            of_channels_C = weight.scales[:, g // weight.span].reshape(-1).float()
-            if weight.bits == 4:
-                sums_RC = F.linear(values_RGI[:, g], unpack_levels(weight.levels[:, g]).float()) * 16.0
-                of_channels_C = of_channels_C * 0.0625
-                if weight.has_steps:
-                    of_channels_C = of_channels_C * _steps(weight, g)
-            else:
-                sums_RC = _sums_of_halves(weight, g, values_RGI[:, g])
-            total_RC += sums_RC * (of_channels_C * scales_RG[:, g : g + 1])
-            if weight.has_mins:
-                min_C = weight.mins[:, g // weight.span].reshape(-1).float()
-                min_C = min_C * weight.min_steps[:, g].reshape(-1).float()
-                total_RC += min_C * of_mins_RG[:, g : g + 1]
+        for s in range(weight.scales.shape[1]):
+            add(weight, s, values_RSI[:, s], scales_RS[:, s : s + 1], total_RC)
         return total_RC
 
     return add_up
 
 
-def _sums_of_halves(weight: BlocksWeight, g: int, values_RI: Tensor) -> Tensor:
-    """The sums of a group, each half times its step, rounded to float32."""
-    half, levels_CI = GROUP // 2, unpack_levels(weight.levels[:, g]).float()
+def _add_group(weight: BlocksWeight, g: int, values_RI: Tensor, scale_R1: Tensor, total_RC: Tensor) -> None:
+    """Add the products of a group to the totals."""
+    of_channels_C = weight.scales[:, g].reshape(-1).float()
+    if weight.bits == 4:
+        sums_RC = F.linear(values_RI, unpack_levels(weight.levels[:, g]).float())
+        if weight.has_steps:
+            of_channels_C = of_channels_C * _steps(weight, g)
+    else:
+        sums_RC = _sums(weight, g, values_RI).float()
+    total_RC += sums_RC * (of_channels_C * scale_R1)
+    if weight.has_mins:
+        min_C = weight.mins[:, g].reshape(-1).float() * weight.min_steps[:, g].reshape(-1).float()
+        total_RC += min_C * (-values_RI.sum(1, keepdim=True) * scale_R1)
+
+
+def _add_span(weight: BlocksWeight, s: int, values_RI: Tensor, scale_R1: Tensor, total_RC: Tensor) -> None:
+    """Add the products of a span of groups to the totals."""
+    groups, values_GRI = range(s * weight.span, (s + 1) * weight.span), values_RI.chunk(weight.span, 1)
+    pairs = list(zip(groups, values_GRI, strict=True))
+    sums_RC = torch.stack([_sums(weight, *pair) for pair in pairs]).sum(0).float()
+    whole_RC = sums_RC * weight.scales[:, s].reshape(-1).float()
+    if weight.has_mins:
+        of_groups = [v.double().sum(1, keepdim=True) * weight.min_steps[:, g].reshape(-1) for g, v in pairs]
+        whole_RC -= torch.stack(of_groups).sum(0).float() * weight.mins[:, s].reshape(-1).float()
+    total_RC += whole_RC * scale_R1
+
+
+def _sums(weight: BlocksWeight, g: int, values_RI: Tensor) -> Tensor:
+    """The sums of a group, each part of it times its step, in float64, where they are exact."""
+    levels_CI = unpack_levels(weight.levels[:, g]).float()
+    count = 1 if weight.bits == 4 else 2
     total = torch.zeros(len(values_RI), len(levels_CI), dtype=torch.float64)
-    for n in range(2):
-        part = slice(n * half, (n + 1) * half)
-        sums_RC = F.linear(values_RI[:, part], levels_CI[:, part])
-        total += sums_RC.double() * (_steps(weight, 2 * g + n) if weight.has_steps else 1.0)
-    return total.float()
+    for n, pair in enumerate(zip(values_RI.chunk(count, 1), levels_CI.chunk(count, 1), strict=True)):
+        total += F.linear(*pair).double() * (_steps(weight, count * g + n) if weight.has_steps else 1.0)
+    return total
 
 
 def _steps(weight: BlocksWeight, number: int) -> Tensor:
     return weight.steps[:, number].reshape(-1).float() - OFFSET
 
 
-def quantized_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [rows, inner] as integers [rows, groups, GROUP], and their scales [rows, groups]; both float32."""
-    groups = grouped(x)
+def quantized_rows(x: Tensor, size: int = GROUP) -> tuple[Tensor, Tensor]:
+    """x [rows, inner] as integers [rows, groups, size], and their scales [rows, groups]; both float32."""
+    groups = grouped(x).view(len(x), padded(x.shape[1]) // size, size)
     highest = groups.abs().amax(2, keepdim=True)
     return (groups * _inverse(highest)).round(), highest.squeeze(2) / 127.0
 

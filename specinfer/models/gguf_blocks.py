@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specinfer.errors import ModelFileError
-from specinfer.kernels.file_blocks import NOT_FINITE, ODD_LEVEL, SPAN, BlockForm, block_rows
-from specinfer.kernels.layout import GROUP, int4_levels
+from specinfer.kernels.file_blocks import NOT_FINITE, ODD_LEVEL, BlockForm, block_rows
+from specinfer.kernels.layout import GROUP, SPAN, int4_levels
 
 _MAX_LEVEL: Final = 127  # its negative is the minimum that all CPUs' products support
 _HALVES: Final = (slice(GROUP, GROUP + 2), slice(GROUP + 4, GROUP + 6))  # bytes of a row's scale and min
@@ -221,6 +221,6 @@ FILE_BLOCKS: Final = {
     "Q6_K": FileBlocks(BlockForm(6, SPAN, steps=True, mins=False), _q6_k),
     "Q3_K": FileBlocks(BlockForm(6, SPAN, steps=True, mins=False), _q3_k),
     "IQ4_NL": FileBlocks(BlockForm(8, 1, steps=False, mins=False), _iq4_nl),
-    "IQ4_XS": FileBlocks(BlockForm(8, SPAN, steps=True, mins=False), _iq4_xs),
+    "IQ4_XS": FileBlocks(BlockForm(8, 1, steps=True, mins=False), _iq4_xs),
     "MXFP4": FileBlocks(BlockForm(6, 1, steps=False, mins=False), _mxfp4),
 }

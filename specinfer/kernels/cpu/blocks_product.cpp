@@ -1,77 +1,32 @@
 // Products with GGUF blocks in their own precision: levels of 4, 6 or 8 bits, whose scales are products themselves.
 //
-// Rows are quantized in groups of 32, as for int4. A group's products are added exactly and scaled by two float
-// operations in a fixed order, so every CPU and the PyTorch twin (kernels/file_blocks.py) give the same bits.
+// Products are added exactly within a group, or within a span of groups (block_rows.h), and scaled by float operations in
+// a fixed order, so every CPU and the PyTorch twin (kernels/quantized.py) give the same bits.
 
-#include "byte_products.h"
+#include "block_rows.h"
 #include "register_tiles.h"
-#include "scratch.h"
 
 namespace specinfer {
 namespace {
 
-constexpr int kHalves = 2;  // per group; each may have its own step
+#if defined(SPECINFER_TILED)
+// Rows of spans from which on tiles take less time than registers, on an Emerald Rapids Xeon.
+constexpr int64_t kTiledFours = 7, kTiledSixes = 9;
+#endif
 
-// A group of a row as it is multiplied. A group's rows are neighbours, so that a tile addresses them all from one
-// pointer: [groups, rows].
-struct RowGroup {
-  int8_t values[kGroup];
-  float scale;              // a sixteenth for 4-bit levels, whose sums are 16 times too large
-  float of_min;             // minus the sum of the group, times its scale
-  int32_t offsets[kHalves];  // correct the offset of 6-bit and 8-bit levels
-};
+template <bool Nontemporal, bool Divided, int Bits, typename Row>
+struct BlocksWeight : BlockArrays {
+  BlocksWeight(const Product& product, const Row* x, int64_t rows, const Division& division, const Output& out)
+      : BlockArrays(product),
+        x(x),
+        rows(rows),
+        blocks(blocks_of(product.channels)),
+        block_bytes(groups * kGroup * kBlock * Bits / 8),
+        division(division),
+        out(out) {}
 
-// Flat, since compilers leave some of its small functions out of line in a file of this size.
-template <typename T>
-[[gnu::flatten]] void quantize_row(const T* x, int64_t n, int64_t groups, int64_t rows, int bits, RowGroup* to) {
-  for (int64_t g = 0; g < groups; ++g) {
-    const GroupOf32 group = load_group(x + g * kGroup, n - g * kGroup);
-    const float most = largest(larger(larger(Ints(0), group.low), group.high)), inverse = inverse_of(most);
-    const Ints low = rounded(group.low * inverse), high = rounded(group.high * inverse);
-    RowGroup& own = to[g * rows];
-    store_bytes(own.values, low);
-    store_bytes(own.values + kLanes, high);
-    const int32_t first = sum(low), second = sum(high);
-    const float scale = int8_scale(most);
-    own.scale = bits == 4 ? scale * 0.0625f : scale;
-    own.of_min = static_cast<float>(-(first + second)) * scale;
-    own.offsets[0] = bits == 6 ? offset_of_sixes(first) : -128 * first;
-    own.offsets[1] = bits == 6 ? offset_of_sixes(second) : -128 * second;
-  }
-}
-
-const RowGroup* quantized(const Product& product, const Rows& rows, int64_t groups, int bits) {
-  constexpr int64_t kPieceElements = 1 << 10;  // minimum work of a job
-  auto* const to = Scratch::get().take<RowGroup>(rows.count * groups);
-  const auto each_row = [&](const auto* x) {
-    Pool::get().split(rows.count, kPieceElements / (groups * kGroup) + 1, [&](int64_t first, int64_t last) {
-      for (int64_t r = first; r < last; ++r) {
-        quantize_row(x + r * product.inner, product.inner, groups, rows.count, bits, to + r);
-      }
-    });
-  };
-  if (rows.type == Type::kBFloat16) {
-    each_row(static_cast<const BFloat16*>(rows.data));
-  } else {
-    each_row(static_cast<const float*>(rows.data));
-  }
-  return to;
-}
-
-inline Ints steps_at(const uint8_t* from) { return bits_as<int32_t>(widened(from)) - 128; }
-
-// ---- tiles: R rows by B blocks ----
-
-template <bool Nontemporal, bool Divided, int Bits>
-struct BlocksWeight {
-  const uint8_t* levels;
-  const Half* scales;
-  const uint8_t* steps;
-  const Half* mins;
-  const uint8_t* min_steps;
-  int64_t span, spans;
-  const RowGroup* x;
-  int64_t rows, blocks, groups, block_bytes;
+  const Row* x;
+  int64_t rows, blocks, block_bytes;
   const Division& division;
   const Output& out;
 
@@ -84,109 +39,164 @@ struct BlocksWeight {
     add_tile<R, 1, Divided>(
         division, out, row, block,
         [&](TileResults<R, 1>& to, int64_t begin, int64_t end) __attribute__((always_inline)) {
-          add_groups(row, block, begin / kGroup, end / kGroup, to);
+          Floats total[R];
+          each<R>([&](auto r) { total[r] = Floats(0.0f); });
+          add<R>(row, block, begin / kGroup, end / kGroup, total);
+          each<R>([&](auto r) { to.of[r][0] = total[r]; });
         });
   }
 
  private:
   template <int R>
-  [[gnu::always_inline]] void add_groups(int64_t row, int64_t block, int64_t begin, int64_t end,
-                                         TileResults<R, 1>& results) const {
-    Floats total[R];
-    each<R>([&](auto r) { total[r] = Floats(0.0f); });
-    int64_t of_span = begin / span;
-    for (int64_t g = begin; g < end; ++of_span) {
-      const int64_t at_span = (block * spans + of_span) * kBlock, last = std::min(end, (of_span + 1) * span);
-      const Floats scale = load(scales + at_span), min = mins == nullptr ? Floats(0.0f) : load(mins + at_span);
-      for (; g < last; ++g) {
-        const int64_t group = block * groups + g;
-        const RowGroup* const of_rows = x + g * rows + row;
-        Ints sums[R];
-        Floats of_channels = scale;
-        if constexpr (Bits == 4) {
-          add_levels(of_rows, group, sums);
-          if (steps != nullptr) of_channels = of_channels * to_floats(steps_at(steps + group * kBlock));
-        } else {
-          add_values(of_rows, group, sums);
-        }
-        each<R>([&](auto r) {
-          total[r] = total[r] + to_floats(sums[r]) * (of_channels * of_rows[r].scale);
-        });
-        if (mins != nullptr) {
-          const Floats least = min * to_floats(bits_as<int32_t>(widened(min_steps + group * kBlock)));
-          each<R>([&](auto r) { total[r] = total[r] + least * of_rows[r].of_min; });
-        }
+  [[gnu::always_inline]] void add(int64_t row, int64_t block, int64_t begin, int64_t end, Floats (&total)[R]) const {
+    if constexpr (Row::kGroups == 1) {
+      for (int64_t g = begin; g < end; ++g) add_group(x + g * rows + row, block * groups + g, total);
+    } else {
+      for (int64_t g = begin; g < end; g += kSpan - g % kSpan) {
+        const int64_t span = g / kSpan, first = span * kSpan;
+        add_span(x + span * rows + row, block * groups + first, g - first, std::min(end - first, int64_t{kSpan}), total);
       }
     }
-    each<R>([&](auto r) { results.of[r][0] = total[r]; });
   }
 
-  // 16 times the sums of a group of 4-bit levels.
+  // A group with a scale of its own.
   template <int R>
-  [[gnu::always_inline]] void add_levels(const RowGroup* of_rows, int64_t group, Ints (&sums)[R]) const {
-    GroupSum products[R];
+  [[gnu::always_inline]] void add_group(const RowGroup* of_rows, int64_t group, Floats (&total)[R]) const {
+    Floats of_channels = load(scales + group * kBlock);
+    Ints sums[R];
+    if constexpr (Bits == 4) {
+      GroupSum products[R];
+      add_levels(group, [&](int r, int at) { return of_rows[r].values + at; }, products);
+      each<R>([&](auto r) { sums[r] = products[r].sums(); });
+      if (steps != nullptr) of_channels = of_channels * to_floats(steps_at(steps + group * kBlock));
+    } else {
+      each<R>([&](auto r) { sums[r] = 0; });
+      each<kHalves>([&](auto half) {
+        const Ints factors = factors_of(steps == nullptr ? Ints(1) : steps_at(steps + (kHalves * group + half) * kBlock));
+        Ints own[R];
+        each<R>([&](auto r) {
+          own[r] = Bits == 6 ? offsets_of_sixes(of_rows[r].offsets[half], factors)
+                             : Ints(kOffset ? of_rows[r].offsets[half] : 0);
+        });
+        add_values(group, half, factors, [&](int r, int at) { return of_rows[r].values + at; }, own);
+        if (steps != nullptr && !kTakesFactors) each<R>([&](auto r) { own[r] = own[r] * factors; });
+        each<R>([&](auto r) { sums[r] = half == 0 ? own[r] : sums[r] + own[r]; });
+      });
+    }
+    each<R>([&](auto r) { total[r] = total[r] + to_floats(sums[r]) * (of_channels * of_rows[r].scale); });
+    if (mins != nullptr) {
+      const Ints min_step = bits_as<int32_t>(widened(min_steps + group * kBlock));
+      const Floats least = load(mins + group * kBlock) * to_floats(min_step);
+      each<R>([&](auto r) { total[r] = total[r] + least * of_rows[r].of_min; });
+    }
+  }
+
+  // Groups begin .. end - 1 of a span, whose first group is given.
+  template <int R>
+  [[gnu::always_inline]] void add_span(const RowSpan* of_rows, int64_t first, int64_t begin, int64_t end,
+                                       Floats (&total)[R]) const {
+    Ints sums[R];
+    each<R>([&](auto r) { sums[r] = 0; });
+    for (int64_t g = begin; g < end; ++g) {
+      const int64_t group = first + g;
+      const auto values = [&](int r, int at) { return of_rows[r].values + g * kGroup + at; };
+      if constexpr (Bits == 4) {
+        GroupSum products[R];
+        add_levels(group, values, products);
+        const Ints factors = factors_of(steps_at(steps + group * kBlock));
+        each<R>([&](auto r) { sums[r] = sums[r] + products[r].times(factors); });
+      } else {
+        Ints of_halves[kHalves];
+        each<kHalves>([&](auto half) {
+          of_halves[half] = steps_at(steps + (kHalves * group + half) * kBlock);
+          const Ints factors = factors_of(of_halves[half]);
+          if constexpr (kTakesFactors) {
+            add_values(group, half, factors, values, sums);
+          } else {
+            Ints own[R];
+            each<R>([&](auto r) { own[r] = 0; });
+            add_values(group, half, factors, values, own);
+            each<R>([&](auto r) { sums[r] = sums[r] + own[r] * factors; });
+          }
+        });
+        const Ints offsets = in_pairs(of_halves[0] * -32, of_halves[1] * -32);
+        each<R>([&](auto r) { sums[r] = add_pairs(sums[r], offsets, of_rows[r].sums[g]); });
+      }
+    }
+    const int64_t at = first / kSpan * kBlock;
+    Floats scale = load(scales + at);
+    if constexpr (Bits == 4) scale = scale * (1.0f / kTimes);
+    if (mins == nullptr) {
+      each<R>([&](auto r) { total[r] = total[r] + to_floats(sums[r]) * scale * of_rows[r].scale; });
+    } else {
+      const MinPairs<Bits> pairs(min_steps + first * kBlock, begin, end);
+      const Floats min = load(mins + at);
+      each<R>([&](auto r) {
+        const Floats whole = to_floats(sums[r]) * scale - to_floats(pairs.times(of_rows[r].sums)) * min;
+        total[r] = total[r] + whole * of_rows[r].scale;
+      });
+    }
+  }
+
+  // Adds a group of 4-bit levels; values(r, i) are those of a row from the group's element i on.
+  template <int R, typename Values>
+  [[gnu::always_inline]] void add_levels(int64_t group, const Values& values, GroupSum (&products)[R]) const {
     each<4>([&](auto j) {
       const uint8_t* const from = levels + group * kGroupBytes + 64 * j;
       prefetch<Nontemporal>(from);
       const Bytes both = load_bytes(from), low = low_halves(both), high = high_halves(both);
-      each<R>([&](auto r) { products[r].add(low, high, of_rows[r].values + 8 * j); });
+      each<R>([&](auto r) { products[r].add(low, high, values(r, 8 * j)); });
     });
-    each<R>([&](auto r) { sums[r] = products[r].sums(); });
   }
 
-  // The sums of a group of 6-bit or 8-bit levels, each half times its step.
-  template <int R>
-  [[gnu::always_inline]] void add_values(const RowGroup* of_rows, int64_t group, Ints (&sums)[R]) const {
-    each<kHalves>([&](auto half) {
-      const Ints step = steps == nullptr ? Ints(1) : steps_at(steps + (kHalves * group + half) * kBlock);
-      const Ints factors = in_pairs(step);
-      Ints own[R];
-      const uint8_t* const from = levels + (kHalves * group + half) * 32 * Bits;
-      each<Bits / 2>([&](auto j) { prefetch<Nontemporal>(from + 64 * j); });
-      if constexpr (Bits == 6) {
-        each<R>([&](auto r) { own[r] = offsets_of_sixes(of_rows[r].offsets[half], factors); });
-        Bytes four[4];
-        load_sixes(from, four);
-        each<2>([&](auto j) {
-          each<R>([&](auto r) {
-            const int8_t* const values = of_rows[r].values + 16 * half + 8 * j;
-            own[r] = add_sixes(own[r], four[2 * j], four[2 * j + 1], values, factors);
-          });
+  // Adds half a group of 6-bit or 8-bit levels, without their offset if that is not subtracted from the levels.
+  template <int R, typename Values>
+  [[gnu::always_inline]] void add_values(int64_t group, int half, Ints factors, const Values& values,
+                                         Ints (&own)[R]) const {
+    const uint8_t* const from = levels + (kHalves * group + half) * 32 * Bits;
+    each<Bits / 2>([&](auto j) { prefetch<Nontemporal>(from + 64 * j); });
+    if constexpr (Bits == 6) {
+      Bytes four[4];
+      load_sixes(from, four);
+      each<2>([&](auto j) {
+        each<R>([&](auto r) {
+          own[r] = add_sixes(own[r], four[2 * j], four[2 * j + 1], values(r, 16 * half + 8 * j), factors);
         });
-      } else {
-        each<R>([&](auto r) { own[r] = Ints(kOffset ? of_rows[r].offsets[half] : 0); });
-        each<4>([&](auto j) {
-          const Bytes four = multiplicand(load_bytes(from + 64 * j));
-          each<R>([&](auto r) { own[r] = add_products(own[r], four, of_rows[r].values + 16 * half + 4 * j, factors); });
-        });
-      }
-      if (steps != nullptr && !kTakesFactors) each<R>([&](auto r) { own[r] = own[r] * step; });
-      each<R>([&](auto r) { sums[r] = half == 0 ? own[r] : sums[r] + own[r]; });
-    });
+      });
+    } else {
+      each<4>([&](auto j) {
+        const Bytes four = multiplicand(load_bytes(from + 64 * j));
+        each<R>([&](auto r) { own[r] = add_products(own[r], four, values(r, 16 * half + 4 * j), factors); });
+      });
+    }
   }
 };
 
-template <int Bits>
+template <int Bits, typename Row>
 void multiply_with(const Product& product, const Rows& rows, const Output& out) {
-  const int64_t groups = padded_inner(product.kind, product.inner) / kGroup, span = product.blocks.span;
-  const RowGroup* const x = quantized(product, rows, groups, Bits);
   const Division division(product, rows);
+  const Row* const x = quantized_rows<Row>(product, rows, Bits);
   by_division(product, division, [&](auto nontemporal, auto divided) {
-    multiply_in_registers(BlocksWeight<nontemporal, divided, Bits>{
-        static_cast<const uint8_t*>(product.weight), static_cast<const Half*>(product.scales),
-        static_cast<const uint8_t*>(product.blocks.steps), static_cast<const Half*>(product.blocks.mins),
-        static_cast<const uint8_t*>(product.blocks.min_steps), span, (groups + span - 1) / span, x, rows.count,
-        blocks_of(product.channels), groups, groups * kGroup * kBlock * Bits / 8, division, out});
+    multiply_in_registers(BlocksWeight<nontemporal, divided, Bits, Row>(product, x, rows.count, division, out));
   });
 }
 
 }  // namespace
 
 void multiply_blocks(const Product& product, const Rows& rows, const Output& out) {
+  const bool spans = product.blocks.span == kSpan;
+#if defined(SPECINFER_TILED)
+  const int64_t enough = product.kind == Kind::kBlocks4 ? kTiledFours : kTiledSixes;
+  if (spans && rows.count >= enough && !Division(product, rows).divided()) {
+    return multiply_spans_on_tiles(product, rows, out);
+  }
+#endif
   switch (product.kind) {
-    case Kind::kBlocks4: return multiply_with<4>(product, rows, out);
-    case Kind::kBlocks6: return multiply_with<6>(product, rows, out);
-    default: return multiply_with<8>(product, rows, out);
+    case Kind::kBlocks4:
+      return spans ? multiply_with<4, RowSpan>(product, rows, out) : multiply_with<4, RowGroup>(product, rows, out);
+    case Kind::kBlocks6:
+      return spans ? multiply_with<6, RowSpan>(product, rows, out) : multiply_with<6, RowGroup>(product, rows, out);
+    default: return multiply_with<8, RowGroup>(product, rows, out);
   }
 }
 

@@ -6,6 +6,38 @@
 
 namespace specinfer {
 
+// ---- pairs of numbers of 16 bits ----
+
+inline int32_t pair_of(int32_t low, int32_t high) {
+  return static_cast<int32_t>((static_cast<uint32_t>(low) & 0xffff) | static_cast<uint32_t>(high) << 16);
+}
+[[gnu::always_inline]] inline Ints in_pairs(Ints low, Ints high) {
+  return bits_as<int32_t>((bits_as<uint32_t>(low) & 0xffff) | bits_as<uint32_t>(high) << 16);
+}
+
+// sums[c] += the two numbers of pairs[c] times those of `values`.
+[[gnu::always_inline]] inline Ints add_pairs(Ints sums, Ints pairs, int32_t values) {
+#if defined(__AVX512F__)
+  sums.part[0] = (Ints::Part)_mm512_dpwssd_epi32((__m512i)sums.part[0], (__m512i)pairs.part[0],
+                                                 _mm512_set1_epi32(values));
+  return sums;
+#elif defined(__AVX2__)
+  return by_parts<int32_t>(
+      [&](auto s, auto p) {
+#if defined(__AVXVNNI__)
+        return _mm256_dpwssd_avx_epi32((__m256i)s, (__m256i)p, _mm256_set1_epi32(values));
+#else
+        return s + (Ints::Part)_mm256_madd_epi16((__m256i)p, _mm256_set1_epi32(values));
+#endif
+      },
+      sums, pairs);
+#else
+  return by_parts<int32_t>(
+      [&](auto s, auto p) { return s + (p << 16 >> 16) * static_cast<int16_t>(values) + (p >> 16) * (values >> 16); },
+      sums, pairs);
+#endif
+}
+
 // ---- four products per channel at once ----
 
 // 64 unsigned bytes: four inner elements of 16 channels.
@@ -79,6 +111,8 @@ inline Bytes low_halves(Bytes v) {
   return v;
 }
 
+constexpr int kTimes = 1;
+
 #if defined(__AVX2__)
 
 inline Bytes high_halves(Bytes v) {
@@ -89,9 +123,7 @@ inline Bytes high_halves(Bytes v) {
 
 // Sums of two products are added by an operation that may multiply them by two factors of 16 bits per channel.
 constexpr bool kTakesFactors = true;
-inline Ints in_pairs(Ints factors) {
-  return bits_as<int32_t>(bits_as<uint32_t>(factors) << 16) | (factors & 0xffff);
-}
+[[gnu::always_inline]] inline Ints factors_of(Ints steps) { return in_pairs(steps, steps); }
 
 inline Ints add_products(Ints sums, Bytes weights, const int8_t* a, Ints factors = 0x10001) {
   const __m256i four = _mm256_set1_epi32(word_at(a)), size = _mm256_abs_epi8(four);
@@ -125,7 +157,6 @@ inline Bytes high_halves(Bytes v) {
   each<kParts>([&](auto i) { v.part[i] = v.part[i] >> 4; });
   return v;
 }
-constexpr int kTimes = 1;
 
 inline Ints add_products(Ints sums, Bytes weights, const int8_t* a) {
   const int8x16_t four = vreinterpretq_s8_s32(vdupq_n_s32(word_at(a)));
@@ -146,7 +177,7 @@ inline Ints add_products(Ints sums, Bytes weights, const int8_t* a) {
 
 #if !defined(__AVX2__) || defined(__AVX512F__) || defined(__AVXVNNI__)
 constexpr bool kTakesFactors = false;
-inline Ints in_pairs(Ints) { return 0; }
+[[gnu::always_inline]] inline Ints factors_of(Ints steps) { return steps; }
 inline Ints add_products(Ints sums, Bytes weights, const int8_t* a, Ints) { return add_products(sums, weights, a); }
 inline Ints add_sixes(Ints sums, Bytes first, Bytes second, const int8_t* a, Ints) {
   return add_products(add_products(sums, first, a), second, a + 4);
@@ -156,7 +187,7 @@ inline Ints offsets_of_sixes(int32_t offset, Ints) { return offset; }
 #endif
 
 // Four words of levels of six bits from three, whose upper two bits have the fourth.
-inline void load_sixes(const uint8_t* from, Bytes* four) {
+[[gnu::always_inline]] inline void load_sixes(const uint8_t* from, Bytes* four) {
   each<3>([&](auto j) { four[j] = load_bytes(from + 64 * j); });
   each<kParts>([&](auto i) {
     using Shorts = uint16_t __attribute__((vector_size(kRegister)));
@@ -167,10 +198,11 @@ inline void load_sixes(const uint8_t* from, Bytes* four) {
   });
 }
 
-// ---- a group of an int4 weight ----
+// ---- a group of 4-bit levels ----
 //
 // A GroupSum accumulates a row's products with a group, eight elements at a time. sums() is 16 times their sum, and
 // with(zeros, values) that + zeros times `values`, minus the sum of the row's values (quantized_rows.h); both fit 16 bits.
+// times(factors_of(steps)) is kTimes times the sum, times the steps.
 
 #if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
 
@@ -187,18 +219,15 @@ struct GroupSum {
     });
   }
 
-  Ints sums() const {
-    Ints all;
+  Ints times(Ints factors) const {
     each<kParts>([&](auto i) {
-      all.part[i] = (Ints::Part)_mm256_madd_epi16((__m256i)pairs[i], _mm256_set1_epi16(16));
+      factors.part[i] = (Ints::Part)_mm256_madd_epi16((__m256i)pairs[i], (__m256i)factors.part[i]);
     });
-    return all;
+    return factors;
   }
 
-  Ints with(Ints zeros, int32_t values) const {
-    return sums() + by_parts<int32_t>(
-                        [&](auto z) { return _mm256_madd_epi16((__m256i)z, _mm256_set1_epi32(values)); }, zeros);
-  }
+  Ints sums() const { return times(0x100010); }
+  Ints with(Ints zeros, int32_t values) const { return add_pairs(sums(), zeros, values); }
 };
 
 #else
@@ -210,16 +239,12 @@ struct GroupSum {
     products = add_products(add_products(products, low, a), high, a + 4);
   }
 
+  Ints times(Ints factors) const { return products * factors; }
   Ints sums() const { return bits_as<int32_t>(bits_as<uint32_t>(products) << (kTimes == 16 ? 0 : 4)); }
 
   Ints with(Ints zeros, int32_t values) const {
-#if defined(__AVX512F__)
-    return std::bit_cast<Ints>(_mm512_dpwssd_epi32((__m512i)products.part[0], (__m512i)zeros.part[0],
-                                                   _mm512_set1_epi32(values)));
-#elif defined(__AVXVNNI__)
-    return by_parts<int32_t>(
-        [&](auto p, auto z) { return _mm256_dpwssd_avx_epi32((__m256i)p, (__m256i)z, _mm256_set1_epi32(values)); },
-        products, zeros);
+#if defined(__AVX2__)
+    return add_pairs(sums(), zeros, values);
 #else
     return sums() + zeros * values;
 #endif

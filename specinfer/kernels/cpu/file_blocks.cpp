@@ -12,7 +12,6 @@ namespace specinfer {
 namespace {
 
 constexpr int kHalf = kGroup / 2;
-constexpr int kSpan = 8;  // groups of a block of 256 elements
 constexpr int8_t kOddest = -128;
 
 // A group of 32 elements of a row: scale * step * level - min * min_step.

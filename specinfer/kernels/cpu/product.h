@@ -15,15 +15,16 @@
 //                                                 in six bits; in their upper two, the fourth, lowest bits first
 //   blocks8   as int8, -127 .. 127
 //   scales    float16 [blocks, spans, 16]         one per `span` groups
-//   steps     uint8 [blocks, groups, n, 16]       step + 128, for each of n parts of a group: blocks4 one, others two
+//   steps     uint8 [blocks, groups, n, 16]       step + 128, for each of n parts of a group: blocks4 one, others two;
+//                                                 with spans of groups blocks4 has none below 0
 //   mins      float16 [blocks, spans, 16], and min_steps uint8 [blocks, groups, 16]
 //             a weight is scale * step * level - min * min_step
 //
 // So one register, and one row of a tile of the matrix unit, holds the same inner elements of 16 channels, and one
 // layout serves any number of rows. kernels/quantized.py defines the numbers. A row's result is the same for every
 // number of rows, unless a product is loose. With int8 weights, and with int4 if there is no matrix unit, it has the
-// bits of the PyTorch twins, since sums of integers are exact and a fixed sequence of float operations follows. A matrix
-// unit multiplies int4 as bfloat16 (int4_tiles.h).
+// bits of the PyTorch twins, since sums of integers are exact and a fixed sequence of float operations follows; so have
+// GGUF blocks. A matrix unit multiplies int4 as bfloat16 (int4_tiles.h).
 
 #pragma once
 
@@ -59,7 +60,7 @@ struct BlockParts {
   const void* steps;      // null: all are 1
   const void* mins;       // null, as min_steps: all are 0
   const void* min_steps;
-  int64_t span;
+  int64_t span;           // 1, or kSpan with steps, for levels of 4 and 6 bits
 };
 
 // As in kernels/structures.py.
@@ -141,6 +142,7 @@ bool lost(const Product& product);
 
 constexpr int64_t kBlock = 16;              // interleaved output channels
 constexpr int64_t kGroup = 32;              // inner elements that are rotated together, or share a scale
+constexpr int kSpan = 8;                    // groups with one scale, in blocks of 256 elements
 constexpr int64_t kGroupBytes = kBlock * kGroup / 2;  // of int4 levels
 constexpr int64_t kPieceBytes = 1 << 16;    // minimum bytes of weights per job
 
@@ -236,6 +238,7 @@ void multiply_blocks(const Product& product, const Rows& rows, const Output& out
 #if defined(SPECINFER_TILED)
 constexpr int64_t kFewRows = 8;  // with int4 weights, for which registers are faster
 void multiply_tiles(const Product& product, const Rows& rows, const Output& out);
+void multiply_spans_on_tiles(const Product& product, const Rows& rows, const Output& out);
 #endif
 
 }  // namespace specinfer

@@ -83,6 +83,12 @@ inline void tile_add_int8() {
   asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
 }
 
+// The same for signed weights.
+template <int C, int A, int B>
+inline void tile_add_signed() {
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+}
+
 #else
 
 inline bool tiles_allowed() { return true; }
@@ -160,7 +166,7 @@ inline void tile_add_bfloat16() {
   }
 }
 
-template <int C, int A, int B>
+template <int C, int A, int B, typename Weight = uint8_t>
 inline void tile_add_int8() {
   for (int m = 0; m < plain_tiles.rows; ++m) {
     for (int n = 0; n < kTileRows; ++n) {
@@ -169,12 +175,18 @@ inline void tile_add_int8() {
       std::memcpy(&sum, at, sizeof sum);
       for (int k = 0; k < kTileRows; ++k) {
         for (int i = 0; i < 4; ++i) {
-          sum += static_cast<int8_t>(plain_tiles.data[A][m][4 * k + i]) * plain_tiles.data[B][k][4 * n + i];
+          const auto weight = static_cast<Weight>(plain_tiles.data[B][k][4 * n + i]);
+          sum += static_cast<int8_t>(plain_tiles.data[A][m][4 * k + i]) * weight;
         }
       }
       std::memcpy(at, &sum, sizeof sum);
     }
   }
+}
+
+template <int C, int A, int B>
+inline void tile_add_signed() {
+  tile_add_int8<C, A, B, int8_t>();
 }
 
 #endif

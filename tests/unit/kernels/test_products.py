@@ -166,16 +166,30 @@ def test_blocks_and_their_twins_give_the_same_bits(native: NativeProducts, kind:
 
 
 def test_levels_of_six_bits_give_the_bits_of_eight(native: NativeProducts) -> None:
-    """Also the largest levels of either sign, times the largest activations: their sums fit 16 bits."""
-    largest = blocks("Q6_K", 33, 768).rows.clone()
-    largest[..., :GROUP] = torch.tensor([31, 224], dtype=torch.uint8).repeat_interleave(GROUP // 2)
-    kinds = [kind for kind, found in FILE_BLOCKS.items() if found.form.bits == 6]
+    for kind, found in FILE_BLOCKS.items():
+        if found.form.bits == 6:
+            forms = [replace(found.form, bits=bits, span=1) for bits in (6, 8)]
+            six, eight = (lay_out_blocks(blocks(kind, 33, 768).rows, form) for form in forms)
+            assert 4 * six.levels.nbytes == 3 * eight.levels.nbytes, kind
+            x = activations(13, 768)
+            assert torch.equal(of_blocks(native, six, 33)(x), of_blocks(native, eight, 33)(x)), kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "largest"),
+    [("Q4_K", ([15, 15], [63, 63])), ("Q6_K", ([31, 224], [127, 128])), ("Q5_K", ([0, 31], [63, 63]))],
+)
+def test_the_largest_levels_of_either_sign_fit_their_sums(
+    native: NativeProducts, kind: str, largest: tuple[list[int], list[int]]
+) -> None:
+    """With the largest steps and activations."""
+    rows = blocks(kind, 33, 768).rows.clone()
+    levels, steps = (torch.tensor(one, dtype=torch.uint8) for one in largest)
+    rows[..., :GROUP] = levels.repeat_interleave(GROUP // 2)
+    rows[..., GROUP + 2 : GROUP + 4] = steps
     x = torch.cat((activations(13, 768), torch.ones(3, 768), -torch.ones(2, 768)))
-    for kind, rows in [("Q6_K", largest), *((kind, blocks(kind, 33, 768).rows) for kind in kinds)]:
-        form = FILE_BLOCKS[kind].form
-        six, eight = (lay_out_blocks(rows, replace(form, bits=bits)) for bits in (6, 8))
-        assert 4 * six.levels.nbytes == 3 * eight.levels.nbytes, kind
-        assert torch.equal(of_blocks(native, six, 33)(x), of_blocks(native, eight, 33)(x)), kind
+    weight = lay_out_blocks(rows, FILE_BLOCKS[kind].form)
+    assert torch.equal(of_blocks(native, weight, 33)(x), of_blocks(Products(), weight, 33)(x))
 
 
 def test_few_rows_of_a_loose_product_have_the_bits_of_the_twins(native: NativeProducts) -> None:
@@ -227,14 +241,17 @@ def test_rows_that_are_no_whole_spans(native: NativeProducts) -> None:
 
 
 def test_sums_of_parts_of_blocks_are_added_by_the_tree(native: NativeProducts) -> None:
+    """Also where parts divide a span."""
     for kind in ("Q4_K", "Q6_K"):
-        weight = lay_out_blocks(blocks(kind, 20, 512).rows, FILE_BLOCKS[kind].form)
-        parts, x, sums = SumParts((128, 256, 512), (0, 3)), activations(9, 512), []
-        for begin, end in ((0, 128), (128, 256), (256, 512)):
-            alone = torch.zeros_like(x)
-            alone[:, begin:end] = x[:, begin:end]
-            sums.append(of_blocks(Products(), weight, 20)(alone))
-        ours = native.laid_out(weight, None, 512, 20, parts=parts)
+        rows, form = blocks(kind, 20, 768).rows, FILE_BLOCKS[kind].form
+        x, sums = activations(9, 768), []
+        for groups in (range(1), range(1, 10), range(10, 24)):
+            part = torch.zeros_like(rows)
+            part[..., GROUP:-1] = rows[..., GROUP:-1]  # all but levels and the steps of mins
+            part[:, groups] = rows[:, groups]
+            sums.append(of_blocks(Products(), lay_out_blocks(part, form), 20)(x))
+        weight, parts = lay_out_blocks(rows, form), SumParts((32, 320, 768), (0, 3))
+        ours = native.laid_out(weight, None, 768, 20, parts=parts)
         assert torch.equal(ours(x), (sums[0] + sums[1]) + sums[2]), kind
         assert not torch.equal(ours(x), of_blocks(native, weight, 20)(x)), kind
 
@@ -279,3 +296,6 @@ def test_blocks_of_another_shape_are_refused(native: NativeProducts) -> None:
         short = weight._replace(**{field: torch.cat([getattr(weight, field)] * 2)})
         with pytest.raises(ValueError, match=f"a weight of|{field} must be contiguous"):
             of_blocks(native, short, 16)
+    for form in (BlockForm(8, 8, steps=True, mins=False), BlockForm(6, 4, steps=True, mins=False)):
+        with pytest.raises(ValueError, match="allowed: spans of 1, or of 8 with steps and 4 or 6 bits"):
+            of_blocks(native, lay_out_blocks(blocks("Q6_K", 16, 512).rows, form), 16)
