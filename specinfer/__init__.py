@@ -1,7 +1,5 @@
 """specinfer: tree-based speculative inference for large language models."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from specinfer.version import VERSION as __version__

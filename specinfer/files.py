@@ -1,7 +1,5 @@
 """Cache folder, and atomic writing, exact reading and locking of files."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import glob

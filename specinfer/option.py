@@ -3,8 +3,6 @@
 Validation, command line flags, keys of YAML files and the tables of docs/reference.md are derived from them.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache

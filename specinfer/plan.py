@@ -10,8 +10,6 @@ target's and each draft model's.
 An entry with `max_nodes == 0` is a chunk of a prefill: it computes KV and yields no token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple

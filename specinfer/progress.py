@@ -1,7 +1,5 @@
 """Progress of long work: a bar on a terminal, a few plain lines elsewhere, nothing for short work."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterator

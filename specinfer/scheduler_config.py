@@ -1,7 +1,5 @@
 """SchedulerConfig and CacheConfig: the frozen options of steps, and of the KV cache that they use."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Literal

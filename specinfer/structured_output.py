@@ -1,7 +1,5 @@
 """StructuredOutput: the form that a request's text must have."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace

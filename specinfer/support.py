@@ -4,8 +4,6 @@ Every stage that learns of a feature calls `check_support` with those so far: th
 target, each draft, the plan of memory. A pair that is not in the table works.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Final

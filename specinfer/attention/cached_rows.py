@@ -3,8 +3,6 @@
 Shapes: P slots, T rows, K key-value heads, H head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

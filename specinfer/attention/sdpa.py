@@ -13,8 +13,6 @@ a chain, so a tree is computed path by path, each as a segment that is a chain. 
 independence is not guaranteed, a tree is one segment with a mask.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

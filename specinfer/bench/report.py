@@ -1,7 +1,5 @@
 """Comparison of two runs as JSON and as a terminal table."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Mapping, Sequence

@@ -9,8 +9,6 @@ The load is closed: `batch_size` users each have one request in flight and send 
 time to first token contains no time in a queue. Both engines warm up before anything is counted.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence

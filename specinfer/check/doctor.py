@@ -1,7 +1,5 @@
 """Facts about the machine, its kernels, disk and pass costs, for `specinfer doctor`."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,7 +1,5 @@
 """Checks that texts are the same with and without speculation, alone and batched, once and repeated."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Final

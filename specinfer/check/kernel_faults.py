@@ -3,8 +3,6 @@
 It runs what every model and every request runs. Tests compare all other functions with their oracles.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain

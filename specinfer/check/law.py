@@ -18,8 +18,6 @@ A verdict fails below p = 1e-4. A correct engine fails in one of 10,000 runs; as
 a pass. With the default effort the classic bug, a top-k set taken for a sample, has p below 1e-10.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final

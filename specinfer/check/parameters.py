@@ -1,7 +1,5 @@
 """Checks that texts are the same with and without speculation under every sampling parameter."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

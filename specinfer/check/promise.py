@@ -1,7 +1,5 @@
 """Runs all checks on loaded models."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 

@@ -5,8 +5,6 @@ takes and misreads: integers beyond the floats, patterns of JavaScript, days of 
 that may repeat. These are written so that it reads them exactly, or count as unsupported.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -10,8 +10,6 @@ Shapes: T rows, R rows with a guess, D the target's hidden size, A the assistant
 cluster, V tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

@@ -11,8 +11,6 @@ With use_ordered_embeddings, tokens are in clusters of equal size:
     masked_embedding.token_ordering    the tokens, cluster by cluster
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

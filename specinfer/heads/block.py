@@ -14,8 +14,6 @@ heads, H head size, D the head's hidden size. U tokens of the draft vocabulary, 
 rank of the Markov term.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial

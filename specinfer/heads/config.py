@@ -6,8 +6,6 @@ A *tap* is a point of the target where a head reads hidden states: tap i is the 
 the output of the last of L layers. A head reads the hidden states of every token at a few taps.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from specinfer.errors import ModelError

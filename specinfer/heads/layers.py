@@ -8,8 +8,6 @@ Shapes: B sequences, T rows, A anchors, R rows of a block, X = T + R. N query he
 G = N / K, H head size, D hidden size.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

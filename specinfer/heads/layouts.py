@@ -19,8 +19,6 @@ off still runs and guesses worse, so an error here shows only in a comparison of
 A config.json that requires anything that the heads do not compute is refused with a ModelError.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import replace

@@ -13,8 +13,6 @@ MiMo trained it, and vLLM, SGLang and llama.cpp run it.
 Shapes: T rows, R rows with a guess, D hidden size, U tokens of the vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 Shapes: B sequences, T rows, N = 1 tap, D hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

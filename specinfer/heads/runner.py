@@ -6,8 +6,6 @@ table then begins with a later block, and its rows start `shift` positions after
 Shapes: T rows, R rows with a guess, D the head's hidden size, U tokens of the draft vocabulary.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

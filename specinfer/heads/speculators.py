@@ -1,7 +1,5 @@
 """Write a head in the layout of the `speculators` library, which vLLM reads, too; layouts.py reads it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

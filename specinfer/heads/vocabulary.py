@@ -1,7 +1,5 @@
 """Draft vocabularies in modules and files, and the tables that a head shares with its target."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast

@@ -11,8 +11,6 @@ A layer runs op by op, with about 25 calls, which take some microseconds each. E
 element, or over single rows, so that a row's values depend on no other row.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch

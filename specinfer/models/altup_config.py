@@ -1,7 +1,5 @@
 """AltUp: the sizes of the residual streams of a Gemma 3n."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 

@@ -5,8 +5,6 @@
 The router reads x with a third norm, and a chosen expert's weight has a learned factor. Layers run op by op.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from specinfer.kernels.ops import NormParts

@@ -3,8 +3,6 @@
 Shapes: T rows of a step, R rows with logits, D hidden size, V vocabulary, P positions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import ClassVar

@@ -3,8 +3,6 @@
 Shapes: T rows of a step, D hidden size.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

@@ -1,7 +1,5 @@
 """decoder_shapes: the names and shapes of the tensors that a decoder asks for."""
 
-from __future__ import annotations
-
 from specinfer.kernels.recurrence_config import LayerKind
 from specinfer.models.config import ModelConfig, NormPlace, QkNorm
 from specinfer.models.experts import EXPERT_FACTORS, ROUTER_NORM, expert_matrices, mlp_matrices

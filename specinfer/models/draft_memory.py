@@ -9,8 +9,6 @@ of prepared files, and products compute on records in place. So layers can be re
 the time of a target pass. The draft does not come back.
 """
 
-from __future__ import annotations
-
 import logging
 import zlib
 from collections.abc import Iterable, Mapping, Sequence

@@ -9,8 +9,6 @@ present text stay, and those of its rare tokens go first. A pass never computes 
 chosen.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -12,8 +12,6 @@ float32 in ascending order of experts and rounded once, independent of other row
 the same, except for inputs times weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final

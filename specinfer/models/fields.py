@@ -1,7 +1,5 @@
 """Typed access to a foreign config (config.json, GGUF metadata); raises ModelError for invalid values."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Final
 

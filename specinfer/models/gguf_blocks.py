@@ -4,8 +4,6 @@ Types whose numbers have no such form are dequantized and rounded to 8 bits. Sou
 quantized types, as the gguf package dequantizes them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Final, NamedTuple
 

@@ -3,8 +3,6 @@
 Raises ModelError for metadata that requires computations the decoder does not support.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final

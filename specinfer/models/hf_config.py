@@ -4,8 +4,6 @@ models/families has the rest of each family. A config that requires computations
 is rejected with a ModelError; no setting is ignored silently.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final

@@ -3,8 +3,6 @@
 Shapes: T rows of a step, R chosen rows, D hidden size, V vocabulary, N taps.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

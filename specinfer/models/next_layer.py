@@ -5,8 +5,6 @@ Three more tensors are `enorm` and `hnorm`, the norms of a token's embedding and
 the product of both. The decoder's last norm is the layer's own.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace

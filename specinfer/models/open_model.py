@@ -1,7 +1,5 @@
 """Opens models: reads configs, and checks names and shapes of tensors; reads no weights."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Collection, Mapping

@@ -9,8 +9,6 @@ The table has most of the bytes of a small model, and one row of it is needed fo
 the file. The inputs are computed here, the terms in decoder_layer.py and in the native call (cpu/layers.cpp).
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch

@@ -1,7 +1,5 @@
 """Placement: which layers stay in memory and which are streamed; arithmetic on byte counts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -16,8 +16,6 @@ tensor. So a file of another model, version or length is not opened, and damage 
 In both cases the file is made again.
 """
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import json

@@ -4,8 +4,6 @@ Shapes: T rows of a step, D hidden size. kernels/recurrence_config.py has the fo
 order of the first product's results.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ A safetensors file is an 8-byte length, a JSON header of that length, and the te
 read, not mapped, so that their pages take no memory besides the weights. Files are written atomically.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """Embedding tables in memory, on the disk or divided among ranks, and products divided among ranks."""
 
-from __future__ import annotations
-
 import os
 import weakref
 from collections.abc import Callable

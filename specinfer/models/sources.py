@@ -4,8 +4,6 @@ The decoder has the names of Llama on the Hugging Face hub (`model.layers.0.self
 tensor for each, and heads in which the two elements of a rotated pair are half a head apart.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -11,8 +11,6 @@ that the next pass finds its first layers in memory.
 Some records may come to be in other memory (`pin`); the cycle then skips them.
 """
 
-from __future__ import annotations
-
 import logging
 import mmap
 import os

@@ -11,8 +11,6 @@ Products use addresses (docs/contracts.md), so a layer does not depend on its pl
 the layers in order, and waits for those that are being read.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Here they are tensors in ordinary memory, filled at once. docs/contracts.md has 
 implementations, whose memory may be a view of a buffer, or filled after the layer was built.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial

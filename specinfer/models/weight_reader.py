@@ -6,8 +6,6 @@ Rows are read, dequantized and cast in pieces, directly into their destination. 
 such pieces, too, or read from a prepared file (prepared.py).
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Bytes of weights in memory and in prepared files, known before any weight is read."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

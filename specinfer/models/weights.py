@@ -3,8 +3,6 @@
 file --weight_reader--> one stacked matrix --weight_memory--> a product      (the stacked matrix is freed)
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path

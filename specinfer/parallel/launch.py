@@ -9,8 +9,6 @@ connect the ranks (transport/rendezvous.py) -->
 messages of runtime/sharded.py          -->
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -10,8 +10,6 @@ A connection without the key gets no information about the model. The listener s
 exists, and sends late or duplicate followers the reason of the refusal.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import socket

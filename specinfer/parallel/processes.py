@@ -5,8 +5,6 @@ So an engine process starts its followers before it imports PyTorch itself. On o
 fixed: the sockets and the shared memory are inherited.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

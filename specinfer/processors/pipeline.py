@@ -10,8 +10,6 @@ are processed: those the target visits during verification and those a draft mod
 (docs/losslessness.md). Order and meaning are those of vLLM.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Thinking: ends a text's thinking once it has used its budget of tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

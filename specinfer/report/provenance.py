@@ -1,7 +1,5 @@
 """Provenance of a figure: commit, versions, hardware."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 from datetime import UTC, datetime

@@ -9,8 +9,6 @@ A chunk of a prompt, a whole tree, a prompt followed by a tree, and the frontier
 have this form. Node i of a tree has cache position root + i and text position root + depth.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass

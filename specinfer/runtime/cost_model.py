@@ -9,8 +9,6 @@ Recursive least squares with forgetting fits m, a, b and c to the measurements. 
 passes of similar size is used, as an interrupted pass is no sample of the others.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """KvCache: K and V of every layer by slot; and the number of blocks that fit into memory."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import mmap

@@ -1,7 +1,5 @@
 """ModelRunner: runs the passes of one model over the slots of its own KV cache."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace

@@ -22,8 +22,6 @@ every message: one that does not fit its cache, its vocabulary or its own length
 of it runs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import weakref
 from array import array

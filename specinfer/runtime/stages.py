@@ -9,8 +9,6 @@ part while the stage before runs the next one, with identical results. Each part
 again. That pays if computing rows takes longer than reading weights: for prompts and for wide trees.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

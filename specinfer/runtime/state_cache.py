@@ -1,7 +1,5 @@
 """StateCache: recurrent states of a model's texts by slot; and the number of slots that fit into memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Final

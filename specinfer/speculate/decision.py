@@ -3,8 +3,6 @@
 They are made only when `Ensemble.explain` is called, and no code depends on them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """GrammarSpeculator: guesses the text that a request's grammar forces, such as brackets, keys and quotes."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from specinfer.errors import RequestError

@@ -1,7 +1,5 @@
 """SpeculationLimits: node budget and speculators of a request."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from specinfer.errors import RequestError, naming

@@ -3,8 +3,6 @@
 Drafts are loaded with the target (engine/build.py) and run after these; a caller's speculators run last.
 """
 
-from __future__ import annotations
-
 import logging
 
 from specinfer.errors import KernelBuildError

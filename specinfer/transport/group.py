@@ -15,8 +15,6 @@ After one rank is lost, the others are permanently out of step. So after the fir
 exchange raises PeerLostError.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """RankTimes: the time that ranks spend computing, exchanging and waiting for others."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator, Sequence

@@ -8,8 +8,6 @@
 So no fixed name or port is used.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import socket

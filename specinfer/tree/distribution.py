@@ -1,7 +1,5 @@
 """Distribution: next-token probabilities over a support."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Merge trees with one root (SpecInfer, definition 3.2), and remove nodes from trees."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Container, Sequence
 
 from specinfer.errors import IntegrityError

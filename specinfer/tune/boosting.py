@@ -9,8 +9,6 @@ A member proposes its likeliest token at each position of the answers.
 Shapes: R tokens of an answer, K labels, M members, each proposing one token at a position.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final

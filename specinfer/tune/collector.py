@@ -6,8 +6,6 @@ layer computes labels from the last layer's states; this second use of the outpu
 cost. Finished answers are written to a shard about every 30 seconds.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -22,8 +22,6 @@ A block reads hidden states of the tokens before its anchor. Each guess is condi
 Shapes: B texts, T tokens of the longest, A anchors per text, L levels, K labels, N taps, D hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ The answers are greedy, so a guess is right if it equals the next token. A chain
 gains as many tokens as are right from its start on, which is the number an engine would accept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -7,8 +7,6 @@ before, as it does at inference: it reads its previous hidden states, over the t
 Shapes: B texts, A anchors per text, L levels, N taps, D the head's hidden size, U tokens in its vocabulary.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path

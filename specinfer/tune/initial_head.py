@@ -11,8 +11,6 @@ Shapes: N taps, D hidden size, R rows of a block, X = 2 D input values of a row,
 M rank of the Markov term.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace

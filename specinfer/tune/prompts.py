@@ -5,8 +5,6 @@ temperature of its answer, and together with the run's seed its place in the ord
 in every run, wherever the prompt is in its file.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Sequence

@@ -10,8 +10,6 @@ A guess is right if it equals the next token. Right guesses of several members a
 wrong guesses coincide is unknown, so these are counted separately.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime

@@ -6,8 +6,6 @@ Embeddings and output layer are the target's and stay frozen; layers and norms a
 Shapes: B texts, T tokens, D hidden size, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path

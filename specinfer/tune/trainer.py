@@ -10,8 +10,6 @@ On CPUs with bfloat16 instructions, matrix products and the MLP's intermediate v
 is float32: weights, their average and moments, norms, rotations, softmaxes, the residual stream, losses.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 from collections.abc import Callable, Iterator, Sequence

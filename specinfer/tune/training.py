@@ -4,8 +4,6 @@ A checkpoint is one safetensors file that is replaced atomically. A process that
 since the last one. Time is counted over all runs.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Sequence

@@ -15,8 +15,6 @@ A process that is killed loses the work since the last shard or checkpoint. Time
 run with `--resume` and the same minutes spends what earlier runs left.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -10,8 +10,6 @@ With E = exp(-Gumbel), a unit exponential, the argmax is the winner of a race: a
 P(token i wins) = p_i.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 

@@ -12,8 +12,6 @@ declared distribution. So the draw rule determines q:
     COUPLED               refused: its value depends on the target's noise, so there is no such q
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final

@@ -12,8 +12,6 @@ id. So 2**-65 <= E < 46, and v <= E. The upper half of h needs 32-bit operations
 whole vocabulary; the lower half is computed only for ids that can still win.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from hashlib import blake2b
 from typing import Final

@@ -1,7 +1,5 @@
 """AdapterCache: the adapters of one model by name; a few are in memory, others are read when used."""
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence

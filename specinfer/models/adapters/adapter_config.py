@@ -3,8 +3,6 @@
 An unsupported setting that would change results is rejected by its key; none is ignored silently.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Collection, Mapping

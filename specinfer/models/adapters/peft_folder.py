@@ -4,8 +4,6 @@ A folder is checked completely before it is used: each tensor against its config
 modules against the tensors. A mismatch is rejected with a one-line message that names it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections import Counter

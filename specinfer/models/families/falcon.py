@@ -8,8 +8,6 @@ MPT has ALiBi, LayerNorms without a bias, and optional clipping of queries, keys
 and StableLM have partial rope. Command models have one norm for both blocks, and rope of adjacent elements.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final

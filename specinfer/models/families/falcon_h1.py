@@ -3,8 +3,6 @@
 In GGUF files tensors are multiplied by their factors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final

@@ -4,8 +4,6 @@ Gemma 2 and 3 have norms before and after each block, scaled embeddings and GELU
 without weights; OLMo 2 and 3 have norms after blocks, and of q and k.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final

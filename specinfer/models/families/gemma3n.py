@@ -1,7 +1,5 @@
 """Gemma 3n: several residual streams (altup.py), per-layer embeddings, layers that share keys and values."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from statistics import NormalDist
 from typing import Final

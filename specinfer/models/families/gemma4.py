@@ -4,8 +4,6 @@ Small models have per-layer embeddings (per_layer.py), and MLPs of twice the siz
 ones take the values of layers without a window from their keys.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final

@@ -3,8 +3,6 @@
 GPT-2, GPTBigCode (StarCoder, with one key-value head for all query heads), StarCoder 2 with rope, and OPT.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final

@@ -3,8 +3,6 @@
 Qwen's have gated delta rules, and gated attention, which rotates a quarter of each head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial

@@ -5,8 +5,6 @@ Seed-OSS, ERNIE 4.5, Helium, CWM, EXAONE 4, Granite, and Phi-3 and Phi-4, whose 
 GLM-4 rotates half of each head and, from the 0414 models on, has four norms.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final

@@ -4,8 +4,6 @@ Every fourth layer has no rope. The other layers attend within chunks of a text,
 of late positions. Texts end before either begins, so that neither is computed.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Final
 

@@ -3,8 +3,6 @@
 Nemotron's layers have one block each: attention, Mamba-2 or an MLP.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

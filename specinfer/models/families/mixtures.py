@@ -3,8 +3,6 @@
 Their attention is that of Mistral, Qwen2, Qwen3, OLMo 2 and Granite.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial

@@ -4,8 +4,6 @@ A kind of model that is not in it is refused, with its relatives that run. Keys 
 reads are reported, or refused if they change another family's logits.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Mapping

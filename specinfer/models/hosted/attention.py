@@ -10,8 +10,6 @@ pass records the calling modules and their heads; unsupported attention is rejec
 Shapes: T rows of a step, N query heads, K key-value heads, H head size of the cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache

@@ -1,7 +1,5 @@
 """HostedFolder: a model that runs through transformers' code, opened and tried without reading weights."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import math

@@ -7,8 +7,6 @@ the code between products runs one row at a time; a model that fails even then i
 Shapes: T rows of a step, R rows that are read, D hidden size, V vocabulary.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence

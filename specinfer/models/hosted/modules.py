@@ -8,8 +8,6 @@ row at a time, above all modules that multiply with matrices themselves.
 Shapes: T rows, D hidden size, S choices of experts per row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final

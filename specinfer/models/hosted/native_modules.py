@@ -7,8 +7,6 @@ replaces modules whose own code gives the bits of that formula. All other module
 Shapes: T rows of a step, D hidden size, F MLP size, H head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final

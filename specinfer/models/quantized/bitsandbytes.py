@@ -3,8 +3,6 @@
 Source: bitsandbytes' QuantState and its default dequantization.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Final
 

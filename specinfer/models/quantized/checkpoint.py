@@ -1,7 +1,5 @@
 """Selects the reader of a quantized folder, and converts its tensors to matrices of floats."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path

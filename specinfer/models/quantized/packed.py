@@ -7,8 +7,6 @@ Source: AutoGPTQ's and GPTQModel's torch linears, AutoAWQ's gemm linear, the com
 pack_quantized and naive_quantized compressors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final

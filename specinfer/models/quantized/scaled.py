@@ -7,8 +7,6 @@ Source: transformers' finegrained_fp8, fbgemm_fp8 and mxfp4 integrations, bitsan
 the OCP Microscaling Formats specification.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -7,8 +7,6 @@ A draft writes K and V to the blocks that the scheduler gave the request. Reques
 what was written there.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

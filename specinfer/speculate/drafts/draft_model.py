@@ -5,8 +5,6 @@ K and V of nodes on the committed path move to their positions in the text. The 
 committed tokens that the draft did not guess.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

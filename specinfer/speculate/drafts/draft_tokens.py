@@ -7,8 +7,6 @@ guesses only tokens that both vocabularies have. Its distribution is restricted 
 draws are declared with that distribution, a valid q for every verifier.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final

@@ -8,8 +8,6 @@
 Greedy requests always get the k most likely tokens, the limit of all four rules for T -> 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ new tokens.
     ids     0 ......... cached | to be read ......... root | the tree's nodes, node i at root + i
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 

@@ -18,8 +18,6 @@ A block head makes the text's keys and values once from the target's hidden stat
 overwritten in every step. Its trees are complete after the first call: one pass guesses all levels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

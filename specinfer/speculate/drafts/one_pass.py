@@ -12,8 +12,6 @@ tokens after the mean of the possible previous tokens; each previous token then 
 logits.
 """
 
-from __future__ import annotations
-
 import ctypes
 from array import array
 from collections.abc import Callable, Sequence

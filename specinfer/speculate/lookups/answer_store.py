@@ -1,7 +1,5 @@
 """AnswerStore: texts of finished requests, separate for each cache key, within one memory limit."""
 
-from __future__ import annotations
-
 import sys
 from bisect import bisect_right
 from collections.abc import Sequence

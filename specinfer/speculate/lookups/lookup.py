@@ -5,8 +5,6 @@ more weight. The likeliest nodes of the votes form a tree (SuffixDecoding, arXiv
 this is prompt lookup, also known as n-gram speculation.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from ctypes import byref

@@ -10,8 +10,6 @@ since (a replacement). All of them are guessed until the output has followed one
                     anchor   at              `since` = 2 tokens after the anchor, of which `run` = 1 agrees
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Final
 

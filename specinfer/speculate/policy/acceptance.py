@@ -9,8 +9,6 @@ and by temperature, because the confidences of a level are not known before it i
 Recent outcomes have more weight, so the rates follow the texts.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence

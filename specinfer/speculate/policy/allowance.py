@@ -24,8 +24,6 @@ the loss is at most 1.5% of S and 10 plain steps. Giving a draft's memory to lay
 too, once.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from typing import Final

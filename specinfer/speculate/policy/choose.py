@@ -9,8 +9,6 @@ The nodes of all requests in the batch compete. A node is never likelier than it
 nodes form trees.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain, compress, repeat
 from operator import truediv

@@ -4,8 +4,6 @@ A draft reads the tokens of a text that it has not read before it guesses, once 
 text. So each step is charged a part of the reading, in proportion to the tokens that the draft yields there.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -16,8 +16,6 @@ those of a target whose layers use it: a step with guesses is charged the differ
 in 128 steps, and in more than it was on, the layers get the memory, and the draft guesses no more.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence

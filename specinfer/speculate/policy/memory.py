@@ -7,8 +7,6 @@ checksum are checked, so its values are those that this code has written. Any ot
 line gives the reason, and the policy starts without it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -4,8 +4,6 @@ A policy changes how many tokens a step yields and how long the step takes, neve
 (docs/losslessness.md).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
