@@ -1,12 +1,10 @@
 """EngineConfig: the frozen options of an engine, in parts for speculation, cache and scheduler."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from os import PathLike, fspath
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Self
 
 from specinfer.errors import ConfigError
 from specinfer.option import Option, check_options, option, options_of, parse_address, parse_size
@@ -303,12 +301,12 @@ class EngineConfig:
         return self.sum_parts or (1 if self.tensor_parallel == 1 else max(_PARTS, self.tensor_parallel))
 
     @classmethod
-    def from_options(cls, model: str, options: Mapping[str, Any]) -> EngineConfig:
+    def from_options(cls, model: str, options: Mapping[str, Any]) -> Self:
         """Return an EngineConfig from flat options, as for `LLM(...)`; raises as `with_options` does."""
         return cls(model=model).with_options(options)
 
     @property
-    def streamed(self) -> EngineConfig:
+    def streamed(self) -> Self:
         """This config with the defaults for streamed layers: deeper guesses, and limits set by costs."""
         speculation, scheduler = self.speculation, self.scheduler
         defaults: dict[str, Any] = {
@@ -325,12 +323,12 @@ class EngineConfig:
         return replace(self, speculation=speculation, scheduler=scheduler)
 
     @property
-    def single_process(self) -> EngineConfig:
+    def single_process(self) -> Self:
         """This config in one process with the same number of sum parts."""
         hosts: dict[str, Any] = {"master": None, "key_file": None, "local_ranks": None}
         return replace(self, tensor_parallel=1, pipeline_parallel=1, sum_parts=self.parts_of_sums, **hosts)
 
-    def with_options(self, options: Mapping[str, Any]) -> EngineConfig:
+    def with_options(self, options: Mapping[str, Any]) -> Self:
         """Return this config with flat options changed: fields of this class and of its three parts.
 
         Raises ConfigError for an unknown option, with the nearest known name, and for a wrong value.

@@ -1,13 +1,11 @@
 """Request, the engine's input, and RequestOutput, its result."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain, zip_longest
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from specinfer.errors import RequestError
 from specinfer.sampling_params import SamplingParams
@@ -62,7 +60,7 @@ class PrefixMiss:
     kept: str = ""  # the same as text, in outputs
     sent: str = ""
 
-    def read(self, text_of: Callable[[int], str]) -> PrefixMiss:
+    def read(self, text_of: Callable[[int], str]) -> Self:
         """Return it with texts, of tokens that `text_of` decodes."""
         kept, sent = ("".join(map(text_of, ids)) for ids in (self.kept_ids, self.sent_ids))
         return replace(self, kept=kept, sent=sent)
@@ -111,13 +109,13 @@ class SpeculationFigures:
         """Accepted and bonus tokens per step; 0 without steps. The paper calls them verified tokens."""
         return self.output_tokens / self.steps if self.steps else 0.0
 
-    def copy(self) -> SpeculationFigures:
+    def copy(self) -> Self:
         """Return a copy that later steps do not change."""
-        figures = SpeculationFigures()
+        figures = type(self)()
         figures.add(self)
         return figures
 
-    def add(self, other: SpeculationFigures) -> None:
+    def add(self, other: Self) -> None:
         """Add another request's counters to these, in place."""
         self.steps += other.steps
         self.output_tokens += other.output_tokens
@@ -178,8 +176,8 @@ class Delta:
         """True if it adds nothing to the answer, but reports that the request is admitted or starts."""
         return not (self.token_ids or self.text or self.trees or self.finish_reason or self.prompt_logprobs)
 
-    @staticmethod
-    def joined(deltas: Sequence[Delta]) -> Delta:
+    @classmethod
+    def joined(cls, deltas: Sequence[Self]) -> Self:
         """Join one or more consecutive deltas of an answer."""
         if len(deltas) == 1:
             return deltas[0]
@@ -262,7 +260,7 @@ class RequestOutput:
     error: str | None = None  # message, if finish_reason is "error"
     internal_error: bool = False  # True if the engine or the model failed, not the request
     stopped_by: str | None = None  # the stop string that ended the text
-    others: tuple[RequestOutput, ...] = ()  # the prompt's other completions, if n > 1
+    others: tuple[Self, ...] = ()  # the prompt's other completions, if n > 1
 
     @property
     def text(self) -> str:
@@ -285,7 +283,7 @@ class RequestOutput:
         return self.finish_reason is not None
 
     @property
-    def outputs(self) -> tuple[RequestOutput, ...]:
+    def outputs(self) -> tuple[Self, ...]:
         """All n completions of the prompt, this one first."""
         return (self, *self.others)
 

@@ -1,7 +1,5 @@
 """SamplingParams, SpeculationParams and ThinkingBudget: the parameters of one request."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -9,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from numbers import Integral, Real
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, Self, get_args
 
 from specinfer.errors import ConfigError, RequestError, naming
 from specinfer.structured_output import JsonWhitespace, StructuredOutput, structured_output
@@ -85,9 +83,9 @@ class SpeculationParams:
 
     @classmethod
     @naming("speculation")
-    def of(cls, value: object) -> SpeculationParams:
+    def of(cls, value: object) -> Self:
         """Return the parameters of a mapping, a bool or None; raises RequestError for other values."""
-        if isinstance(value, SpeculationParams):
+        if isinstance(value, cls):
             return value
         if value is None:
             return cls()

@@ -1,11 +1,9 @@
 """SpeculationConfig: speculators, the shape and size of token trees, and the verifier."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
-from typing import Literal
+from typing import Literal, Self
 
 from specinfer.errors import ConfigError
 from specinfer.option import check_options, option
@@ -190,7 +188,7 @@ class SpeculationConfig:
         """The effective `expansion` as text: "learned" or widths."""
         return "learned" if self.learns_shape else str(self.fixed_expansion)
 
-    def with_tree_size(self, size: TreeSize) -> SpeculationConfig:
+    def with_tree_size(self, size: TreeSize) -> Self:
         """Return this config with another tree size; "fixed" replaces a learned shape by the default."""
         keeps = size == "cost" or isinstance(self.expansion, Expansion)
         return replace(self, tree_size=size, expansion=self.expansion if keeps else None)

@@ -6,8 +6,6 @@ The folder is untrusted input: sizes, names, shapes, ids and values are checked 
 unusable head is refused with a one-line error.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -87,20 +85,6 @@ def is_head(files: ModelFiles | Path) -> bool:
     described = read_json(file)
     known = is_head_config(described) or is_assistant(described)
     return known or head_kind(tensor_names(weight_files(files))) is not None
-
-
-def open_head(files: ModelFiles | Path, target: OpenModel) -> HeadFolder:
-    """Open the head in a folder for this target, without reading weights.
-
-    Raises ModelError or a subclass if the head cannot be used or was trained for other weights.
-    """
-    head = HeadFolder(files, target.config, target)
-    if head.fingerprint is not None and not is_of(head.fingerprint, target):
-        raise ModelError(
-            f"the head {head.name} was trained for {head.verifier}, which has other weights than "
-            f"{target.path.name}; use that model, or a head that was trained for this one"
-        )
-    return head
 
 
 class HeadFolder:
@@ -205,6 +189,20 @@ class HeadFolder:
         module = _module(config, self.ids)
         fill(module, {name: read_tensor(self, name) for name in self._entries}, target, self.ids)
         return module
+
+
+def open_head(files: ModelFiles | Path, target: OpenModel) -> HeadFolder:
+    """Open the head in a folder for this target, without reading weights.
+
+    Raises ModelError or a subclass if the head cannot be used or was trained for other weights.
+    """
+    head = HeadFolder(files, target.config, target)
+    if head.fingerprint is not None and not is_of(head.fingerprint, target):
+        raise ModelError(
+            f"the head {head.name} was trained for {head.verifier}, which has other weights than "
+            f"{target.path.name}; use that model, or a head that was trained for this one"
+        )
+    return head
 
 
 OpenHead = HeadFolder | MtpFile  # with the same properties and methods for its loading

@@ -8,11 +8,9 @@
 Shapes: T rows, R rows with a guess, D hidden size, K taps, G groups of channels, V tokens, S selector's rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +50,7 @@ class Convolution:
     projection: Product  # from a row to both deltas
 
     @classmethod
-    def of(cls, name: str, weights: Weights) -> Convolution:
+    def of(cls, name: str, weights: Weights) -> Self:
         """Those with tensors of this name."""
         return cls(weights.tensor(f"{name}.base_kernel"), weights.linear(f"{name}.kernel_projection"))
 
@@ -105,7 +103,7 @@ class Selector:
     candidates: int
 
     @classmethod
-    def of(cls, head: BlockConfig, weights: Weights) -> Selector:
+    def of(cls, head: BlockConfig, weights: Weights) -> Self:
         """That of a head."""
         before_VS, named_VS = map(weights.tensor, _TABLES)
         return cls(before_VS, named_VS, weights.linear(_PROJECTION), head.candidates)

@@ -11,8 +11,6 @@ Shapes: B sequences, T rows, S steps, N taps, D the head's hidden size, R rows w
 draft vocabulary.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +37,34 @@ from specinfer.runtime.features import TappedRows, joined
 from specinfer.runtime.runner import probe_rows
 
 Recursive = TypeVar("Recursive", bound=LayersConfig)
+
+
+class _Seen:
+    """Keys and values of one layer: those of the text's rows, then those of each step."""
+
+    def __init__(self) -> None:
+        self._keys: list[Tensor] = []  # [B, T, K, H]
+        self._values: list[Tensor] = []
+
+    def add(self, keys_BTKH: Tensor, values_BTKH: Tensor) -> None:
+        """Append the keys and values of the next step."""
+        self._keys.append(keys_BTKH)
+        self._values.append(values_BTKH)
+
+    def attended(self, q_BTKGH: Tensor, window: int | None) -> Tensor:
+        """Return the attention output of the last step's rows, [B, T, K, G, H]; a window covers all steps."""
+        rows = q_BTKGH.shape[1]
+        hidden = torch.ones(rows, rows, dtype=torch.bool, device=q_BTKGH.device).triu(1)
+        if window is not None:
+            hidden |= torch.ones_like(hidden).tril(len(self._keys) - 1 - window)
+        scores = torch.einsum("btkgh,bskh->btkgs", q_BTKGH, self._keys[0])
+        scores = scores.masked_fill(hidden[None, :, None, None, :], float("-inf"))
+        own = [torch.einsum("btkgh,btkh->btkg", q_BTKGH, keys)[..., None] for keys in self._keys[1:]]
+        weights = softmax(torch.cat((scores, *own), dim=-1))
+        found = torch.einsum("btkgs,bskh->btkgh", weights[..., :rows], self._values[0])
+        for step, values in enumerate(self._values[1:], start=rows):
+            found = found + weights[..., step, None] * values[:, :, :, None, :]
+        return found
 
 
 class RecursiveHead(HeadVocabulary):
@@ -129,34 +155,6 @@ class EagleHead(RecursiveHead):
         if self.config.norm_before_residual:
             x = normed
         return x, torch.cat((layer.input_layernorm(embedded), normed), dim=-1)
-
-
-class _Seen:
-    """Keys and values of one layer: those of the text's rows, then those of each step."""
-
-    def __init__(self) -> None:
-        self._keys: list[Tensor] = []  # [B, T, K, H]
-        self._values: list[Tensor] = []
-
-    def add(self, keys_BTKH: Tensor, values_BTKH: Tensor) -> None:
-        """Append the keys and values of the next step."""
-        self._keys.append(keys_BTKH)
-        self._values.append(values_BTKH)
-
-    def attended(self, q_BTKGH: Tensor, window: int | None) -> Tensor:
-        """Return the attention output of the last step's rows, [B, T, K, G, H]; a window covers all steps."""
-        rows = q_BTKGH.shape[1]
-        hidden = torch.ones(rows, rows, dtype=torch.bool, device=q_BTKGH.device).triu(1)
-        if window is not None:
-            hidden |= torch.ones_like(hidden).tril(len(self._keys) - 1 - window)
-        scores = torch.einsum("btkgh,bskh->btkgs", q_BTKGH, self._keys[0])
-        scores = scores.masked_fill(hidden[None, :, None, None, :], float("-inf"))
-        own = [torch.einsum("btkgh,btkh->btkg", q_BTKGH, keys)[..., None] for keys in self._keys[1:]]
-        weights = softmax(torch.cat((scores, *own), dim=-1))
-        found = torch.einsum("btkgs,bskh->btkgh", weights[..., :rows], self._values[0])
-        for step, values in enumerate(self._values[1:], start=rows):
-            found = found + weights[..., step, None] * values[:, :, :, None, :]
-        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,10 @@ Face models, H is the head size and F the number of frequencies, one per rotated
 Small operations dominate a step besides reading weights, so q, k, v are one product and gate, up another.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
 
 import torch
 import torch.nn.functional as F
@@ -153,7 +151,7 @@ class RowNorm:
     ops: Ops
 
     @classmethod
-    def of(cls, name: str, config: ModelConfig, weights: Weights) -> RowNorm:
+    def of(cls, name: str, config: ModelConfig, weights: Weights) -> Self:
         """The norm of that name, of the model's kind."""
         parts = NormParts(
             weights.tensor(f"{name}.weight", plus=config.norm_weight_offset),

@@ -4,12 +4,10 @@ transformers 4 writes rope_theta, rope_scaling and partial_rotary_factor next to
 transformers 5 writes all of them into rope_parameters, with an entry per kind of layer if layers differ.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 from specinfer.errors import ModelError
 from specinfer.models.fields import (
@@ -111,7 +109,7 @@ class Alibi:
     rounded: bool = False
 
     @classmethod
-    def of(cls, heads: int, *, steepest: float = 8.0, rounded: bool = False) -> Alibi:
+    def of(cls, heads: int, *, steepest: float = 8.0, rounded: bool = False) -> Self:
         """The paper's slopes for `heads` heads: 2 ** (-steepest * i / heads), i = 1, 2, ...
 
         If `heads` is not a power of two, they are every other slope of the next power, then as many of the

@@ -21,13 +21,11 @@ Layout: the assignment of layers to stages. With four ranks in two stages of 3 a
 share layers 0 .. 2, the embeddings and the output layer, and ranks 2 and 3 share the other layers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Final
+from typing import Final, Self
 
 from specinfer.errors import ConfigError
 from specinfer.kernels.parts import SumParts
@@ -168,8 +166,8 @@ class Shard:
         )
 
     @property
-    def _all(self) -> list[Shard]:
-        return [Shard(rank, self.size, self.parts) for rank in range(self.size)]
+    def _all(self) -> list[Self]:
+        return [replace(self, rank=rank) for rank in range(self.size)]
 
     def _fits(self, config: ModelConfig) -> bool:
         """True if each rank has a part of everything."""
@@ -253,7 +251,7 @@ class Layout:
     parts: int = 1  # parts of float sums; exact sums have one
 
     @classmethod
-    def of(cls, width: int, stages: int, layers: Sequence[int], beside: int, parts: int = 1) -> Layout:
+    def of(cls, width: int, stages: int, layers: Sequence[int], beside: int, parts: int = 1) -> Self:
         """The most even stages, by bytes per layer plus `beside` bytes in the first stage.
 
         Each stage has at least one layer. Raises ConfigError if there are too few layers.
@@ -279,9 +277,9 @@ class Layout:
             bounds.append(stage[bounds[-1]])
         return cls(width, (0, *reversed(bounds)), parts)
 
-    def of_draft(self, config: ModelConfig, *, exact: bool) -> Layout:
+    def of_draft(self, config: ModelConfig, *, exact: bool) -> Self:
         """Layout of a draft on the first stage; sums have one part per rank, unless they are exact."""
-        return Layout(self.width, (0, config.num_layers), 1 if exact else self.width)
+        return replace(self, bounds=(0, config.num_layers), parts=1 if exact else self.width)
 
     @property
     def size(self) -> int:

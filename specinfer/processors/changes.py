@@ -9,11 +9,9 @@ Each step is rounded to float32, so this code and the native code (kernels/sampl
 term without effect has its value in UNCHANGED: a bias of -0.0 preserves even the sign of a zero.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +49,7 @@ class Changes(NamedTuple):
     ends: NDArray[np.int64]  # [R]: the end of each row's changes
 
     @classmethod
-    def of(cls, rows: Sequence[RowChanges]) -> Changes:
+    def of(cls, rows: Sequence[RowChanges]) -> Self:
         """Concatenate the changes of R >= 1 rows."""
         return cls(
             np.concatenate([row.ids for row in rows]),
@@ -128,7 +126,7 @@ class Penalties:
         self._terms = self._terms_up_to(16)
 
     @classmethod
-    def of(cls, params: SamplingParams, prompt: Sequence[int]) -> Penalties | None:
+    def of(cls, params: SamplingParams, prompt: Sequence[int]) -> Self | None:
         """Return the penalties of `params`, or None if it has none."""
         repetition, frequency = params.repetition_penalty, params.frequency_penalty
         if repetition == 1 and frequency == 0 and params.presence_penalty == 0:

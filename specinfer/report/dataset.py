@@ -6,14 +6,12 @@
 Optional keys are `question_id` (or `id`) and `reference`, a known answer. Other keys are ignored.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from specinfer.errors import DatasetError
 
@@ -43,7 +41,7 @@ class Dataset:
         """Number of turns of all conversations, which is the number of requests of a run."""
         return sum(len(c.turns) for c in self.conversations)
 
-    def head(self, limit: int | None) -> Dataset:
+    def head(self, limit: int | None) -> Self:
         """Return the first `limit` conversations, or all if None. Raises DatasetError unless it is at least
         1.
         """

@@ -11,8 +11,6 @@ Both prove that they know the key, which is never sent, before any other data. M
 encrypted nor signed: an attacker who can change network traffic can change them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import os
@@ -26,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from specinfer.errors import ConfigError, KeyRefusedError
 
@@ -64,7 +62,7 @@ class Link:
         self._sending = threading.Lock()
 
     @classmethod
-    def of(cls, number: int) -> Link:
+    def of(cls, number: int) -> Self:
         """Wrap an inherited open socket."""
         return cls(socket.socket(fileno=number))
 

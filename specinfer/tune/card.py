@@ -1,14 +1,12 @@
 """Model card of a trained draft: its use, training material, measurements and licence."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from specinfer.hub.catalogue import CATALOGUE
 from specinfer.hub.model_files import ModelFiles
@@ -45,7 +43,7 @@ class TrainingMaterial:
     collecting_seconds: float
 
     @classmethod
-    def of(cls, target: Target, sources: Sequence[str], corpus: Corpus) -> TrainingMaterial:
+    def of(cls, target: Target, sources: Sequence[str], corpus: Corpus) -> Self:
         """Describe a whole corpus."""
         counts = corpus.count(held_out=False), corpus.count(held_out=True)
         licence = licence_of(target.files)

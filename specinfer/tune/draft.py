@@ -6,8 +6,6 @@ inputs it reads and the tokens it can predict.
 Shapes: B texts, A anchors per text, L levels, N taps, D hidden size, U tokens of its vocabulary, S of these.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from copy import deepcopy
@@ -45,6 +43,19 @@ class Target:
         return Path(self.files.name).name
 
 
+@dataclass(frozen=True, slots=True)
+class Description:
+    """Phrases that describe a draft on its card."""
+
+    library: str  # library name for hubs
+    tag: str
+    title: str  # noun phrase after "A"
+    does: str  # inputs and method, after "It"
+    kind: str  # with layout and sizes
+    reads: str
+    of_target: str  # target weights in its files
+
+
 class TrainableDraft(ABC):
     """A draft that can be trained."""
 
@@ -77,19 +88,6 @@ class TrainableDraft(ABC):
     def copy(self) -> Self:
         """A copy with its own trained weights; frozen weights are shared."""
         return deepcopy(self, {id(p): p for p in self.module.parameters() if not p.requires_grad})
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """Phrases that describe a draft on its card."""
-
-    library: str  # library name for hubs
-    tag: str
-    title: str  # noun phrase after "A"
-    does: str  # inputs and method, after "It"
-    kind: str  # with layout and sizes
-    reads: str
-    of_target: str  # target weights in its files
 
 
 LossOf = Callable[[TrainableDraft], float]

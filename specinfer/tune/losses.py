@@ -14,12 +14,10 @@ depend on the number of parts.
 Shapes: R positions, K labels, S shortlisted tokens, U tokens of the draft, V of the target.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Self
 
 import torch
 from torch import Tensor
@@ -40,7 +38,7 @@ class Shortlist:
     places_RK: Tensor  # indices of the labels in the shortlist; 0 if absent
     probs_RK: Tensor  # p of the labels; 0 if absent
 
-    def parts(self, counts: list[int]) -> list[Shortlist]:
+    def parts(self, counts: list[int]) -> list[Self]:
         """Split by positions into consecutive parts of these counts."""
         of_parts = zip(torch.split(self.places_RK, counts), torch.split(self.probs_RK, counts), strict=True)
         return [replace(self, places_RK=places, probs_RK=probs) for places, probs in of_parts]
@@ -102,11 +100,11 @@ class GuessBatch:
     probs_RK: Tensor  # p of the labels
     weights_R: Tensor  # loss weight
 
-    @staticmethod
-    def of(batch: BlockBatch, entry_V: Tensor) -> GuessBatch:
+    @classmethod
+    def of(cls, batch: BlockBatch, entry_V: Tensor) -> Self:
         """Flatten a batch; `entry_V` maps tokens to entries of the vocabulary."""
         valid = batch.valid_BAL
-        return GuessBatch(
+        return cls(
             batch,
             batch.before_BAL[valid],
             entry_V[batch.label_ids_BALK[valid]],

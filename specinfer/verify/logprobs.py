@@ -1,9 +1,7 @@
 """Log-probabilities of output and prompt tokens; those of a prompt stay arrays until they are read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, overload
+from typing import Final, NamedTuple, Self, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,12 +26,12 @@ class Scores(NamedTuple):
     ranks: NDArray[np.int32]  # [R, 1 + top]; 1 + the number of likelier tokens
 
     @classmethod
-    def empty(cls, rows: int, top: int) -> Scores:
+    def empty(cls, rows: int, top: int) -> Self:
         """Return arrays for `rows` rows without values."""
         shape = (rows, 1 + top)
         return cls(np.full(shape, NO_TOKEN, np.int32), np.zeros(shape), np.zeros(shape, np.int32))
 
-    def put(self, places: slice | NDArray[np.int64], part: Scores) -> None:
+    def put(self, places: slice | NDArray[np.int64], part: Self) -> None:
         """Write the rows of `part` to the rows `places` of this, in place."""
         self.ids[places], self.logprobs[places], self.ranks[places] = part
 

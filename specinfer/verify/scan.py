@@ -4,10 +4,8 @@ A pass yields a block of rows, and a step needs only a few numbers of most rows.
 place: the native scan (kernels/sampling.py) on all threads, the scan here row by row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,7 +73,7 @@ class LogitBlock:
         dtype: LogitType,
         shape: tuple[int, int],
         view: Callable[[], _Rows],
-    ) -> LogitBlock:
+    ) -> Self:
         """Return a block of contiguous rows, [R, V], at `address`; `view` returns them as an array.
 
         Native scans read the address; `view` must keep the memory alive.

@@ -5,13 +5,11 @@ transformers' conversions define the mapping. They run on meta tensors to find n
 tensors as possible when an expert is read.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
@@ -42,7 +40,7 @@ class _Conversion:
             raise UnhostedError(f"has {self.first} in a form that cannot be converted ({error})") from error
         return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
 
-    def of_expert(self, number: int) -> _Conversion | None:
+    def of_expert(self, number: int) -> Self | None:
         """The conversion for one expert's tensors, if each makes a separate slice; else None."""
         first, *others = self.converter.operations
         along = [getattr(operation, "dim", None) for operation in others]
@@ -51,9 +49,8 @@ class _Conversion:
         own: dict[str, list[str]] = {}
         for pattern, name in self.sources:
             own.setdefault(pattern, []).append(name)
-        return _Conversion(
-            self.converter, self.first, tuple((pattern, names[number]) for pattern, names in own.items())
-        )
+        sources = tuple((pattern, names[number]) for pattern, names in own.items())
+        return replace(self, sources=sources)
 
 
 class ParameterFiles:

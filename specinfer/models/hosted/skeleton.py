@@ -4,8 +4,6 @@ The trial runs the model's own code once, on three tokens, with zero weights tha
 the model calls attention, or why it cannot run here, before any weight is read.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import re
@@ -13,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +56,7 @@ class Skeleton:
     plain_head: bool  # logits are the head's product with hidden states, without further operations
 
     @classmethod
-    def of(cls, config: Any, model_class: Any, dtype: torch.dtype) -> Skeleton:
+    def of(cls, config: Any, model_class: Any, dtype: torch.dtype) -> Self:
         """The skeleton of that config; raises UnhostedError with the reason if it cannot run here."""
         check_config(config)
         config._attn_implementation = IMPLEMENTATION
@@ -261,16 +259,6 @@ def _is_plain(model: Any, base_name: str, head: ProductLinear, hidden: Tensor) -
     return same and logits.data_ptr() == made.data_ptr() and logits.shape == made.shape
 
 
-class GivenStates(nn.Module):
-    """Replaces a model's layers, and returns given hidden states."""
-
-    hidden: Tensor
-
-    def forward(self, *given: object, **named: object) -> _States:
-        """The output of the replaced layers."""
-        return _States(self.hidden)
-
-
 class _States:
     """An output of layers with hidden states alone."""
 
@@ -282,6 +270,16 @@ class _States:
 
     def __getattr__(self, name: str) -> None:
         return None
+
+
+class GivenStates(nn.Module):
+    """Replaces a model's layers, and returns given hidden states."""
+
+    hidden: Tensor
+
+    def forward(self, *given: object, **named: object) -> _States:
+        """The output of the replaced layers."""
+        return _States(self.hidden)
 
 
 @contextlib.contextmanager

@@ -1,14 +1,12 @@
 """The stored tensors of a folder, from which quantized matrices are assembled."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -60,7 +58,7 @@ class TensorEntry:
     offset: int  # bytes from the start of the file
     row_bytes: int
 
-    def joined(self) -> TensorEntry:
+    def joined(self) -> Self:
         """The tensor with its first two dimensions merged: matrices of experts concatenated by rows."""
         experts, rows, *rest = self.shape
         return replace(self, shape=(experts * rows, *rest), row_bytes=math.prod(rest) * self.dtype.itemsize)

@@ -1,11 +1,9 @@
 """Shape of drafts' trees, and Growth: one request's tree while a draft grows it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 from specinfer.plan import PlanEntry
 from specinfer.request import Request
@@ -41,12 +39,12 @@ class Shape(NamedTuple):
     deepest: int = MAX_DEPTH  # maximum levels
 
     @classmethod
-    def of(cls, speculation: SpeculationConfig) -> Shape:
+    def of(cls, speculation: SpeculationConfig) -> Self:
         """Return the shape of an engine's options."""
         return cls(speculation.fixed_expansion, speculation.draw_rule, speculation.learns_shape)
 
     @classmethod
-    def streamed(cls, speculation: SpeculationConfig) -> Shape:
+    def streamed(cls, speculation: SpeculationConfig) -> Self:
         """Return the shape for a target with streamed layers, whose reads cost more than rows and levels.
 
         Drafts underestimate long paths, and the policy corrects this, so paths may have lower probabilities.
@@ -111,7 +109,7 @@ class Growth:
     grown: TokenTree | None = None  # the whole tree, if it was not built node by node
 
     @classmethod
-    def of(cls, entry: PlanEntry, name: str, limit: int) -> Growth:
+    def of(cls, entry: PlanEntry, name: str, limit: int) -> Self:
         """Return the initial tree of the speculator `name`, of at most `limit` levels."""
         builder = TreeBuilder(entry.token_ids[entry.end - 1], entry.max_nodes)
         levels = limit if entry.max_nodes > 1 else 0
@@ -122,7 +120,7 @@ class Growth:
         return self.builder.build() if self.grown is None else self.grown
 
     @classmethod
-    def shaped(cls, entry: PlanEntry, name: str, shape: Shape) -> Growth:
+    def shaped(cls, entry: PlanEntry, name: str, shape: Shape) -> Self:
         """Return the initial tree of this shape."""
         request = entry.request
         growth = cls.of(entry, name, min(entry.max_depth, shape.depth(request)))
