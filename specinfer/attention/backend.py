@@ -177,7 +177,6 @@ class CacheAttention(Protocol):
 
     def bind(self, paths: Paths) -> Attend:
         """Return the attention of one pass."""
-        ...
 
 
 class AttentionBackend(Protocol):
@@ -188,4 +187,3 @@ class AttentionBackend(Protocol):
 
         With `scales` they are int8.
         """
-        ...

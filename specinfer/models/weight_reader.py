@@ -73,11 +73,9 @@ class TensorFile(Protocol):
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of every tensor."""
-        ...
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start..stop of a tensor, on the CPU, in any floating dtype."""
-        ...
 
 
 def blocks_file(file: TensorFile) -> GGUFFile:

@@ -85,11 +85,9 @@ class Timed(Protocol):
     @property
     def model(self) -> TimedModel:
         """The model."""
-        ...
 
     def probe(self, rows: int, *, every_row: bool) -> None:
         """Run one pass of `rows` rows like a step's, in the cache's first slots."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

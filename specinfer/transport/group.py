@@ -54,11 +54,9 @@ class Peers(Protocol):
 
     def lost(self) -> Loss:
         """The lost process and its end."""
-        ...
 
     def close(self) -> None:
         """End the processes."""
-        ...
 
     on_end: Callable[[], object] | None  # called once if a process ends before `close`
 

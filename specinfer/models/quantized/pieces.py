@@ -31,21 +31,17 @@ class StoredTensor(Protocol):
     @property
     def path(self) -> Path:
         """Its file, or the first of several."""
-        ...
 
     @property
     def dtype(self) -> torch.dtype | None:
         """The dtype of its numbers in the file; None if it is quantized."""
-        ...
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Its shape in the decoder."""
-        ...
 
     def read_rows(self, start: int, stop: int) -> Tensor:
         """Rows start..stop, on the CPU."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
