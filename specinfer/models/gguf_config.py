@@ -20,7 +20,7 @@ from specinfer.models.fields import (
     positive,
 )
 from specinfer.models.positions import LongRope, Rope, YarnScaling, longest_text, yarn_attention_factor
-from specinfer.models.sources import FACTOR_GATE_X, SHARED, Inside, Names
+from specinfer.models.sources import FACTOR_GATE_X, QKV, SHARED, Inside, Names
 
 # Tensors of GGUF files that are part of the config.
 ROPE_TENSORS: Final = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
@@ -66,11 +66,12 @@ _WHOLE: Final = {
     "ffn_gate_inp.scale": "mlp.router_scale",
     "ffn_down_exps.scale": "mlp.expert_scale",
 }
+# Names for models with one matrix of queries, keys and values.
+STACKED: Final[Inside] = {**INSIDE, "attn_qkv": QKV}
+# Names for models whose norm after attention, or before the MLP, has the name of the former.
+POST_ATTENTION: Final[Inside] = {**INSIDE, "post_attention_norm": "post_attention_layernorm"}
 # Names for models with norms after each block.
-BEHIND: Final[Inside] = {
-    **{**INSIDE, "post_attention_norm": "post_attention_layernorm"},
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
+BEHIND: Final[Inside] = {**POST_ATTENTION, "post_ffw_norm": "post_feedforward_layernorm"}
 # Names for models with norms before and after each block.
 BOTH_SIDES: Final[Inside] = {
     **{**BEHIND, "ffn_norm": "pre_feedforward_layernorm"},

@@ -15,7 +15,7 @@ from typing import Any, Final
 from specinfer.errors import ModelError
 from specinfer.models.config import Activation, Family, ModelConfig, Norm
 from specinfer.models.fields import Fields, count, mapping, optional_positive, positive
-from specinfer.models.gguf_config import INSIDE, GgufFamily, GgufHead
+from specinfer.models.gguf_config import STACKED, GgufFamily, GgufHead
 from specinfer.models.gguf_config import windows as gguf_windows
 from specinfer.models.hf_config import (
     BIASED,
@@ -164,8 +164,7 @@ def _gguf_inside(head: GgufHead) -> dict[str, str | tuple[str, ...]]:
     """If there are two norms, attn_norm is the MLP's."""
     two = "blk.0.attn_norm_2.weight" in head.shapes
     return {
-        **INSIDE,
-        "attn_qkv": QKV,
+        **STACKED,
         "attn_norm": "post_attention_layernorm" if two else "input_layernorm",
         "attn_norm_2": "input_layernorm",
     }
@@ -319,11 +318,10 @@ HF: Final = (
     HfFamily(Family.COHERE, _COHERE, _EPS_KEYS, _cohere, _SIDE_BY_SIDE, names=_NEIGHBOURS),
     HfFamily(Family.COHERE2, _COHERE_2, _EPS_KEYS, _cohere_2, _SIDE_BY_SIDE, names=_NEIGHBOURS),
 )
-_STACKED: Final = {**INSIDE, "attn_qkv": QKV}
 GGUF: Final = (
     GgufFamily("falcon", Family.FALCON, _falcon_from_gguf, _UNGATED_GELU, _gguf_inside),
-    GgufFamily("mpt", Family.MPT, _mpt_from_gguf, _UNGATED_GELU, _STACKED, rope=False),
-    GgufFamily("gptneox", Family.NEOX, _neox_from_gguf, _UNGATED_GELU, _STACKED),
+    GgufFamily("mpt", Family.MPT, _mpt_from_gguf, _UNGATED_GELU, STACKED, rope=False),
+    GgufFamily("gptneox", Family.NEOX, _neox_from_gguf, _UNGATED_GELU, STACKED),
     GgufFamily("stablelm", Family.STABLELM, _stablelm_from_gguf, _LAYER),
     GgufFamily("command-r", Family.COHERE, _cohere_from_gguf, _SIDE_BY_SIDE, neighbours=True),
     GgufFamily("cohere2", Family.COHERE2, _cohere_2_from_gguf, _SIDE_BY_SIDE, neighbours=True),

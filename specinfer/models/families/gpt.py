@@ -10,7 +10,7 @@ from typing import Any, Final
 from specinfer.errors import ModelError
 from specinfer.models.config import Activation, Family, ModelConfig, Norm
 from specinfer.models.fields import Fields, count, integer
-from specinfer.models.gguf_config import INSIDE, GgufFamily
+from specinfer.models.gguf_config import STACKED, GgufFamily
 from specinfer.models.hf_config import ConfigKeys, HfFamily, no_rope, not_computed, window_of
 from specinfer.models.sources import QKV, Inside, Names
 
@@ -164,10 +164,9 @@ HF: Final = (
         names=_OPT_NAMES,
     ),
 )
-_STACKED: Final[Inside] = {**INSIDE, "attn_qkv": QKV}
 _LEARNED_GELU: Final = {**_PLAIN_LEARNED, **_GELU}
 GGUF: Final = (
-    GgufFamily("gpt2", Family.GPT2, fixed=_LEARNED_GELU, inside=_STACKED, rope=False),
-    GgufFamily("starcoder", Family.STARCODER, fixed=_LEARNED_GELU, inside=_STACKED, rope=False),
+    GgufFamily("gpt2", Family.GPT2, fixed=_LEARNED_GELU, inside=STACKED, rope=False),
+    GgufFamily("starcoder", Family.STARCODER, fixed=_LEARNED_GELU, inside=STACKED, rope=False),
     GgufFamily("starcoder2", Family.STARCODER2, fixed={**_PLAIN, **_GELU}),
 )

@@ -21,7 +21,7 @@ from specinfer.models.families.mixtures import (
     with_gguf_experts,
 )
 from specinfer.models.fields import Fields, boolean, count, integer, positive
-from specinfer.models.gguf_config import INSIDE, GgufFamily, GgufHead
+from specinfer.models.gguf_config import POST_ATTENTION, GgufFamily, GgufHead
 from specinfer.models.hf_config import BIASED, ConfigKeys, HfFamily, check_silu, defaults, not_computed
 from specinfer.models.sources import BETA_A, FACTOR_GATE_X, GATED_QUERY, QKVZ, Inside, Names
 
@@ -92,8 +92,8 @@ _QWEN_NAMES: Final = Names(
     expert_stacks=EXPERT_STACKS,
 )
 _QWEN_GGUF: Final[Inside] = {
-    **{**INSIDE, "post_attention_norm": "post_attention_layernorm", "attn_q": GATED_QUERY},
-    **{"attn_qkv": QKVZ[:3], "attn_gate": QKVZ[3], "ssm_in": QKVZ},
+    **{**POST_ATTENTION, "attn_q": GATED_QUERY, "attn_qkv": QKVZ[:3], "attn_gate": QKVZ[3]},
+    "ssm_in": QKVZ,
     **{"ssm_beta": BETA_A[0], "ssm_alpha": BETA_A[1], "ssm_ba": BETA_A},
 }
 _QWEN_GGUF_FORM: Final[Mapping[str, Any]] = {"qk_norm": QkNorm.HEAD, "gated_attention": True}

@@ -18,7 +18,7 @@ from specinfer.models.families.mixtures import (
     with_gguf_experts,
 )
 from specinfer.models.fields import Fields, count, integer, number
-from specinfer.models.gguf_config import BEHIND, BOTH_SIDES, INSIDE, GgufFamily, GgufHead
+from specinfer.models.gguf_config import BEHIND, BOTH_SIDES, INSIDE, POST_ATTENTION, GgufFamily, GgufHead
 from specinfer.models.gguf_config import window_of as gguf_window
 from specinfer.models.gguf_config import windows as gguf_windows
 from specinfer.models.hf_config import (
@@ -249,9 +249,7 @@ GGUF: Final = (
     GgufFamily("qwen2vl", Family.QWEN2),
     GgufFamily("qwen3vl", Family.QWEN3),
     GgufFamily("smollm3", Family.SMOLLM3, _smollm3_from_gguf, neighbours=True),
-    GgufFamily(
-        "seed_oss", Family.SEED_OSS, inside={**INSIDE, "post_attention_norm": "post_attention_layernorm"}
-    ),
+    GgufFamily("seed_oss", Family.SEED_OSS, inside=POST_ATTENTION),
     GgufFamily("ernie4_5", Family.ERNIE4_5, neighbours=True),
     GgufFamily("exaone4", Family.EXAONE4, _exaone_from_gguf, _EXAONE_NORMS, BEHIND),
     GgufFamily("granite", Family.GRANITE, granite_logits, neighbours=True),

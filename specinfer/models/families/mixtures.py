@@ -11,7 +11,7 @@ from typing import Any, Final
 from specinfer.errors import ModelError
 from specinfer.models.config import Activation, Experts, Family, ModelConfig, QkNorm
 from specinfer.models.fields import Fields, boolean, count, integer, number, positive
-from specinfer.models.gguf_config import INSIDE, GgufFamily, GgufHead
+from specinfer.models.gguf_config import POST_ATTENTION, GgufFamily, GgufHead
 from specinfer.models.gguf_config import windows as gguf_windows
 from specinfer.models.hf_config import (
     BIASED,
@@ -286,11 +286,5 @@ GGUF: Final = (
     GgufFamily("qwen3vlmoe", Family.QWEN3_MOE, partial(with_gguf_experts, normalized=True)),
     GgufFamily("olmoe", Family.OLMOE, _olmoe_from_gguf, _WHOLE_NORM),
     GgufFamily("granitemoe", Family.GRANITE_MOE, _granite_from_gguf, neighbours=True),
-    GgufFamily(
-        "gpt-oss",
-        Family.GPT_OSS,
-        _gpt_oss_from_gguf,
-        _GPT_OSS_FORM,
-        {**INSIDE, "post_attention_norm": "post_attention_layernorm"},
-    ),
+    GgufFamily("gpt-oss", Family.GPT_OSS, _gpt_oss_from_gguf, _GPT_OSS_FORM, POST_ATTENTION),
 )
