@@ -24,8 +24,7 @@ from specinfer.heads.runner import HeadCache
 from specinfer.kernels.product import first_channels
 from specinfer.models.decoder import Decoder
 from specinfer.models.decoder_layer import DecoderLayer
-from specinfer.models.language_model import Residual
-from specinfer.models.layers import RowNorm, rope_embeddings, turns
+from specinfer.models.layers import RowNorm, turns
 from specinfer.models.weight_memory import Weights
 from specinfer.runtime.batch import ModelBatch
 from specinfer.runtime.kv_cache import KvCache
@@ -44,7 +43,6 @@ class AssistantModel(RecursiveModel[AssistantConfig]):
         self._enter, self._leave = weights.linear("pre_projection"), weights.linear("post_projection")
         self._layers = [DecoderLayer(i, body, weights, f"layers.{i}") for i in range(body.num_layers)]
         self._norm = RowNorm.of("norm", body, weights)
-        self._ropes = rope_embeddings(body, self.device)
         if head.clusters:
             self._order_NK = torch.tensor(order, device=self.device).view(head.clusters, -1)
             # The rows of a cluster lie side by side, as its tokens get their logits together.
@@ -81,10 +79,6 @@ class AssistantModel(RecursiveModel[AssistantConfig]):
         )
         token_ids_T = torch.tensor([i for text in texts for i in text.rows.token_ids], device=self.device)
         return ModelBatch(token_ids_T, torch.tensor(roots, device=self.device), paths, None)
-
-    def fused(self, taps_TND: Tensor) -> Tensor:
-        """See RecursiveModel."""
-        return self._target.final_norm(Residual(taps_TND[:, 0].contiguous()))
 
     def run(
         self, token_ids_T: Tensor, feature_TD: Tensor, positions_T: Tensor, attend: Attend

@@ -38,7 +38,7 @@ from specinfer.kernels.product import product_args
 from specinfer.kernels.structures import BlockHeadArgs
 from specinfer.models.decoder import Decoder
 from specinfer.models.decoder_layer import DecoderLayer
-from specinfer.models.layers import RotaryEmbedding, RowNorm, rotations
+from specinfer.models.layers import RowNorm, rotations
 from specinfer.models.shared_sums import EmbeddingTable
 from specinfer.models.weight_memory import Weights
 from specinfer.runtime.batch import slots_of
@@ -169,7 +169,6 @@ class BlockModel(HeadModel[BlockConfig, BlockText]):
         """See HeadModel."""
         super().__init__(head, weights, target, ids)
         body = head.body
-        assert body.rope is not None
         self._head = weights.linear("lm_head")
         self._fc = weights.linear("fc")
         self._hidden_norm = RowNorm.of("hidden_norm", body, weights)
@@ -186,7 +185,6 @@ class BlockModel(HeadModel[BlockConfig, BlockText]):
             native = NativeLayers.of([layer.parts for layer in self._layers], weights.kernels.ops)
         self.selector = Selector.of(head, weights) if head.selector_rank else None
         self._norm = RowNorm.of("norm", body, weights)
-        self._rope = RotaryEmbedding(body.rope, body.head_dim, self.device)
         self.native: NativeBlockHead | None = None
         if native is not None and self._embedding_VD is not None:
             self.native = self._native(native, self._embedding_VD, 1.0)
@@ -320,7 +318,7 @@ class BlockModel(HeadModel[BlockConfig, BlockText]):
         if head.reads_last:
             args.entry, args.entry_norm = product_args(self._entry), self._entry_norm.parts.args
             kept += [self._entry, self._entry_norm.parts]
-        make = partial(rotations, [self._rope], self.config.max_context)
+        make = partial(rotations, self._ropes, self.config.max_context)
         return NativeBlockHead(args, kept, layers, make, self.dtype)
 
     def fused(self, taps_TND: Tensor) -> Tensor:
@@ -331,7 +329,7 @@ class BlockModel(HeadModel[BlockConfig, BlockText]):
         """Return the keys and values of a text's rows: for every layer [T, K, H] each."""
         kv_heads, size = self.config.num_kv_heads, self.config.head_dim
         made = self._context(fused_TD).view(len(fused_TD), len(self._layers), 2, kv_heads, size)
-        rope = self._rope.at(positions_T)
+        rope = self._ropes[0].at(positions_T)
         heads = [layer.heads for layer in self._layers]
         keys = [rotated(made[:, i, 0], one.k_norm, one.norm_eps, rope) for i, one in enumerate(heads)]
         return keys, [made[:, i, 1] for i in range(len(heads))]
@@ -349,7 +347,7 @@ class BlockModel(HeadModel[BlockConfig, BlockText]):
 
         `x_TD` is the input of the first layer and may be overwritten. Rows have `places_T` in their blocks.
         """
-        rope = self._rope.at(positions_T)
+        rope = self._ropes[0].at(positions_T)
         y_TD: Tensor | None = None
         for layer in self._layers:
             if isinstance(layer, ConvolvedLayer):

@@ -30,7 +30,8 @@ from specinfer.kernels.product import first_channels
 from specinfer.models.config import ModelConfig
 from specinfer.models.decoder import Decoder
 from specinfer.models.decoder_layer import DecoderLayer
-from specinfer.models.layers import RotaryEmbedding, RowNorm
+from specinfer.models.language_model import Residual
+from specinfer.models.layers import RowNorm
 from specinfer.models.weight_memory import Weights
 from specinfer.runtime.batch import ModelBatch, Rows, build_batch
 from specinfer.runtime.features import TappedRows, joined
@@ -200,9 +201,9 @@ class RecursiveModel(HeadModel[Recursive, EagleText]):
             batch = replace(batch, positions_T=positions_T)
         return batch
 
-    @abstractmethod
     def fused(self, taps_TND: Tensor) -> Tensor:
-        """Project the target's hidden states to features, [T, D]."""
+        """Return the features of the target's hidden states, [T, D]: by default its last norm's output."""
+        return self._target.final_norm(Residual(taps_TND[:, 0].contiguous()))
 
     @abstractmethod
     def run(
@@ -229,7 +230,6 @@ class EagleModel(RecursiveModel[EagleConfig]):
         """See HeadModel."""
         super().__init__(head, weights, target, ids)
         body = head.body
-        assert body.rope is not None
 
         def norm(name: str) -> RowNorm:
             return RowNorm.of(name, body, weights)
@@ -243,7 +243,6 @@ class EagleModel(RecursiveModel[EagleConfig]):
         self._of_hidden = norm("layers.0.hidden_norm")
         self._others = [DecoderLayer(i, body, weights, f"layers.{i}") for i in range(1, body.num_layers)]
         self._norm = norm("norm")
-        self._rope = RotaryEmbedding(body.rope, body.head_dim, self.device)
 
     def fused(self, taps_TND: Tensor) -> Tensor:
         """See RecursiveModel."""
@@ -258,7 +257,7 @@ class EagleModel(RecursiveModel[EagleConfig]):
         self, token_ids_T: Tensor, feature_TD: Tensor, positions_T: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
         """See RecursiveModel."""
-        rope = self._rope.at(positions_T)
+        rope = self._ropes[0].at(positions_T)
         embedded_TD = self.embedded(token_ids_T, positions_T)
         hidden_TD = self._of_hidden(feature_TD)
         given_TC = torch.cat((self._of_token(embedded_TD), hidden_TD), dim=-1)

@@ -36,8 +36,7 @@ from specinfer.models.decoder_shapes import decoder_shapes
 from specinfer.models.families.registry import gguf_family, hf_family, other_senses, text_fields
 from specinfer.models.gguf import GGUFFile, read_table
 from specinfer.models.gguf_config import further_layers
-from specinfer.models.language_model import Residual
-from specinfer.models.layers import RotaryEmbedding, RowNorm
+from specinfer.models.layers import RowNorm
 from specinfer.models.next_layer import declared_layers, next_config, nextn
 from specinfer.models.open_model import check_tensors
 from specinfer.models.quantized.checkpoint import quantization_of
@@ -172,17 +171,11 @@ class MtpModel(RecursiveModel[MtpConfig]):
         """See HeadModel."""
         super().__init__(head, weights, target, ids)
         body = head.body
-        assert body.rope is not None, "targets of MTP layers have rotary embeddings"
         self._of_token = RowNorm.of("enorm", body, weights)
         self._of_hidden = RowNorm.of("hnorm", body, weights)
         self._fc = weights.linear("fc")
         self._layer = DecoderLayer(0, body, weights, _LAYER)
         self._norm = RowNorm.of("model.norm", body, weights)
-        self._rope = RotaryEmbedding(body.rope, body.head_dim, self.device)
-
-    def fused(self, taps_TND: Tensor) -> Tensor:
-        """See RecursiveModel."""
-        return self._target.final_norm(Residual(taps_TND[:, 0].contiguous()))
 
     def run(
         self, token_ids_T: Tensor, feature_TD: Tensor, positions_T: Tensor, attend: Attend
@@ -190,7 +183,7 @@ class MtpModel(RecursiveModel[MtpConfig]):
         """See RecursiveModel."""
         halves = [self._of_token(self.embedded(token_ids_T, positions_T)), self._of_hidden(feature_TD)]
         x_TD = self._fc(torch.cat(halves[::-1] if self.head.hidden_first else halves, dim=-1))
-        y_TD = self._layer(x_TD, None, self._rope.at(positions_T), attend)
+        y_TD = self._layer(x_TD, None, self._ropes[0].at(positions_T), attend)
         read_TD = self._norm(x_TD, y_TD)
         return read_TD, read_TD
 

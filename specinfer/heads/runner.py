@@ -20,6 +20,7 @@ from specinfer.heads.config import LayersConfig
 from specinfer.kernels.product import Product
 from specinfer.models.config import ModelConfig
 from specinfer.models.decoder import Decoder
+from specinfer.models.layers import rope_embeddings
 from specinfer.models.weight_memory import Weights
 from specinfer.runtime.features import TappedRows
 from specinfer.runtime.flight import Flight, inference
@@ -78,6 +79,7 @@ class HeadModel(ABC, Generic[Config, Text]):
         self.dtype = weights.dtype
         self.device = weights.device
         self.kernels = weights.kernels
+        self._ropes = rope_embeddings(head.body, self.device)
         self._target = target
         self.markov: MarkovTerm | None = None
         self._embedding_VD: Tensor | None = None
