@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from specinfer.errors import ModelError
+from specinfer.errors import ModelError, shown
 
 Fields = Mapping[str, object]
 _MAX_INTEGER: Final = 1 << 62  # maximum integer in a config
@@ -104,5 +104,4 @@ def _shown(value: object) -> str:
     """A value for a one-line message, truncated."""
     if isinstance(value, int) and abs(value) > _MAX_INTEGER:
         return f"an integer of {value.bit_length()} bits"
-    shown = repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."
+    return shown(value, 80)
