@@ -49,7 +49,7 @@ from specinfer.models.fingerprint import is_of
 from specinfer.models.hf_config import check_unquantized
 from specinfer.models.open_model import OpenModel
 from specinfer.models.quantized.pieces import TensorEntry
-from specinfer.models.safetensors import DTYPE_NAMES, head_kind, read_entries, tensor_names
+from specinfer.models.safetensors import DTYPES, head_kind, read_entries, tensor_names
 from specinfer.models.weight_reader import TensorFile
 from specinfer.models.weights import load_parts
 from specinfer.progress import Progress
@@ -64,7 +64,6 @@ _MODELS: Final[Mapping[type, Callable[..., AnyHeadModel]]] = {
 }
 _OUTPUT: Final = "lm_head.weight"
 _TABLE: Final = "embed_tokens.weight"
-_DTYPES: Final = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _FORM: Final = re.compile(r"[0-9a-f]{64}|2:[0-9a-f]{32}(:\w{1,16}:[0-9a-f]{32})?")  # of fingerprints
 _LOOKED_UP: Final = ("embed_tokens.weight", "markov_w1.weight", "_codebook")  # tables, never quantized
 _ROWS: Final = 1 << 8  # rows of a table that are read at a time
@@ -109,7 +108,7 @@ class HeadFolder:
         self.verifier = _verifier(described)  # the target's name, for messages
         # The target's fingerprint, or None if not given.
         self.fingerprint = _fingerprint(files.path, described)
-        entries: Entries = _renamed(files.path, read_entries(files.weights, _DTYPES))
+        entries: Entries = _renamed(files.path, read_entries(files.weights, DTYPES))
         shapes = {name: entry.shape for name, entry in entries.items()}
         config: AnyHeadConfig
         if is_assistant(described):

@@ -39,7 +39,7 @@ from specinfer.files import NewFile, cache_dir, locked, read_by_pieces
 from specinfer.hub.model_files import files_of
 from specinfer.kernels.disk import StreamSource, aligned
 from specinfer.kernels.layout import Int4Weight, Weight
-from specinfer.models.safetensors import DTYPE_NAMES
+from specinfer.models.safetensors import DTYPE_NAMES, DTYPES
 from specinfer.models.stream import StreamRecord
 
 _VERSION: Final = 5  # version of the numbers and their layout; files of other versions are made again
@@ -51,7 +51,6 @@ _MAX_HEADER: Final = 1 << 28
 _UNKNOWN: Final = b'"header":"00000000"'  # a header before its own checksum is known
 _KNOWN: Final = re.compile(rb'"header":"([0-9a-f]{8})"')
 _LAYER: Final = re.compile(r"(.*?\blayers\.\d+(?:\.mlp\.experts\.\d+)?)\.")
-_DTYPES: Final = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _LOG: Final = logging.getLogger(__name__)
 
 
@@ -364,7 +363,7 @@ def _with_tensors(
     for name, entry in entries.items():
         begin = start + entry["data_offsets"][0]
         number = bisect(offsets, begin) - 1
-        place = TensorPlace(_DTYPES[entry["dtype"]], tuple(entry["shape"]), begin - offsets[number])
+        place = TensorPlace(DTYPES[entry["dtype"]], tuple(entry["shape"]), begin - offsets[number])
         found[number][name] = place
     return {
         name: Record(*numbers, tensors)

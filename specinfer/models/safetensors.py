@@ -45,7 +45,8 @@ DTYPE_NAMES: Final = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-FLOATS: Final = {name: dtype for dtype, name in DTYPE_NAMES.items() if dtype.is_floating_point}
+DTYPES: Final = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+FLOATS: Final = {name: dtype for name, dtype in DTYPES.items() if dtype.is_floating_point}
 EAGLE_3: Final = "EAGLE-3"
 MTP: Final = "MTP"
 _NEXT: Final = re.compile(r"(?:mtp|model\.mtp_layers)\.")  # names of layers for further tokens
