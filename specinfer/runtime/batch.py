@@ -105,23 +105,16 @@ def step_rows(plan: StepPlan, trees: Sequence[TokenTree]) -> list[Rows]:
 
 
 def _entry_rows(entry: PlanEntry, tree: TokenTree | None) -> Rows:
-    chain, root = entry.end - entry.start, entry.end - 1
-    scores = _scores_prompt(entry)
+    parents: Sequence[int] | None = None
     if tree is None or tree.num_nodes == 1:
-        text = entry.token_ids[entry.start : entry.end]
-        wanted = 0 if scores else chain - (tree is not None)
-        return Rows(
-            *(text, entry.start, entry.block_table),
-            logits_from=wanted,
-            adapter=entry.request.adapter,
-            states=entry.states,
-        )
+        token_ids = entry.token_ids[entry.start : entry.end]
+    else:
+        token_ids = [*entry.token_ids[entry.start : entry.end - 1], *tree.token_ids]
+        parents = tree.parents
     return Rows(
-        token_ids=[*entry.token_ids[entry.start : root], *tree.token_ids],
-        start=entry.start,
-        block_table=entry.block_table,
-        logits_from=0 if scores else chain - 1,
-        parents=tree.parents,
+        *(token_ids, entry.start, entry.block_table),
+        logits_from=0 if _scores_prompt(entry) else entry.end - entry.start - (tree is not None),
+        parents=parents,
         adapter=entry.request.adapter,
         states=entry.states,
     )
