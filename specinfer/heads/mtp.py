@@ -66,12 +66,8 @@ class MtpFile:
     part_name, borrowed = "mtp", None
 
     def __init__(self, files: ModelFiles, target: ModelConfig) -> None:
-        self.name, self.path = files.name, files.path
-        opened = (
-            _Folder(files.path, files.weights, target)
-            if files.header is None
-            else _GgufFile(files.header, target)
-        )
+        self.name, self.path, header = files.name, files.path, files.header
+        opened = _Folder(self.path, files.weights, target) if header is None else _GgufFile(header, target)
         check_tensors(opened, mtp_shapes(opened.config))
         assert opened.next_names is not None, "an open layer has names"
         self.parts = opened
@@ -138,10 +134,8 @@ class _Folder(_Checked, SafetensorsFolder):
         quantized, family = quantization_of(described), hf_family(described)
         self.next_names = family.next_names
         further = {} if family.next_names is None else family.next_names.of(files)
-        offset, declared = (
-            family.fixed.get("norm_weight_offset", 0.0),
-            declared_layers(text_fields(described)),
-        )
+        offset = family.fixed.get("norm_weight_offset", 0.0)
+        declared = declared_layers(text_fields(described))
         config = next_config(path, target, further.values(), offset=offset, declared=declared)
         if not any(map(quantized_tensor, further)):
             quantized = None

@@ -122,11 +122,10 @@ class Decoder(LanguageModel):
         self, token_ids_T: Tensor, context: PassContext, rows: Tensor | None, stage_input_TD: Tensor | None
     ) -> PassOutput:
         """As `read`, without the native call."""
-        residual = (
-            self.embed(token_ids_T, context.positions_T)
-            if stage_input_TD is None
-            else Residual(stage_input_TD)
-        )
+        if stage_input_TD is None:
+            residual = self.embed(token_ids_T, context.positions_T)
+        else:
+            residual = Residual(stage_input_TD)
         residual, tapped_TND = self.run_layers(residual, context, self._per_layer_inputs(token_ids_T))
         if self.config.stage.ends:
             return PassOutput(self.final_norm(residual, rows), tapped_TND)

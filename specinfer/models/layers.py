@@ -53,11 +53,9 @@ class RotaryEmbedding:
         if self._dynamic is not None:
             angles = self._extended(positions, places, angles, self._dynamic)
         cos, sin = angles.cos(), angles.sin()
-        return (
-            Rotation(cos, sin)
-            if self._scale_F is None
-            else Rotation(cos * self._scale_F, sin * self._scale_F)
-        )
+        if self._scale_F is not None:
+            cos, sin = cos * self._scale_F, sin * self._scale_F
+        return Rotation(cos, sin)
 
     def _extended(self, positions: Tensor, places: Tensor, angles: Tensor, scaling: DynamicScaling) -> Tensor:
         """Replace the angles of rows beyond the original context, which have their own theta."""
