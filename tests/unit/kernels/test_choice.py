@@ -178,37 +178,36 @@ def test_what_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 UNIT: Final = Path(__file__).parents[1]
-PRODUCTS: Final = [f"kernels/test_{name}.py" for name in ("products", "layout", "parts")]
-PARTS: Final = {  # files, and which of their tests
-    "products": (PRODUCTS, ""),
-    "ops": (["kernels/test_ops.py"], ""),
-    "reads-of-logits": (
-        ["kernels/test_scans.py", "kernels/test_changed_rows.py"],
-        "17 or 41 or 1025 or likeliest or race or rounded",
-    ),
-    "attention": (["attention/test_backends.py", "attention/test_independence.py"], "native"),
-    "recurrences": (["kernels/test_recurrence.py"], ""),
-    "rows-of-a-model": (["runtime/test_row_independence.py"], "native"),
-    "layers": (["models/test_switches.py"], "one_call or order or (company and native) or (chunks and int4)"),
+PRODUCTS: Final = {f"kernels/test_{name}.py": "test" for name in ("products", "layout", "parts")}
+LAYERS: Final = {
+    "models/test_switches.py": "one_call or order or (company and native) or (chunks and int4)",
 }
-ONLY: Final = {"avxvnni": ("products", "layers")}
+LOGITS: Final = "17 or 41 or 1025 or likeliest or race or rounded"
+FILES: Final = {  # and which of their tests
+    **PRODUCTS,
+    **LAYERS,
+    **dict.fromkeys(("kernels/test_ops.py", "kernels/test_recurrence.py"), "test"),
+    **dict.fromkeys(("kernels/test_scans.py", "kernels/test_changed_rows.py"), LOGITS),
+    **dict.fromkeys(("attention/test_backends.py", "attention/test_independence.py"), "native"),
+    "runtime/test_row_independence.py": "native",
+}
+ONLY: Final = {"avxvnni": PRODUCTS | LAYERS}
 LESSER: Final = levels_here()[1:]
 
 
 def test_every_file_that_runs_again_exists() -> None:
     """On a CPU without a lesser level only this finds a file that is gone."""
-    assert all((UNIT / file).is_file() for files, _ in PARTS.values() for file in files)
+    assert all((UNIT / file).is_file() for file in FILES)
 
 
 @pytest.mark.slow  # a library is compiled
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    ("level", "part"), [(level.name, part) for level in LESSER for part in ONLY.get(level.name, PARTS)]
-)
-def test_tests_of_kernels_on_a_lesser_cpu(level: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("level", [level.name for level in LESSER])
+def test_tests_of_kernels_on_a_lesser_cpu(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, level)
     assert load_library().level.name == level, "a level that cannot be had would test nothing"
-    files, chosen = PARTS[part]
+    files = ONLY.get(level, FILES)
+    chosen = " or ".join(f"({Path(file).name} and ({tests}))" for file, tests in files.items())
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow", "-k", chosen]
     command += [str(UNIT / file) for file in files]
     done = subprocess.run(command, cwd=UNIT.parents[1], capture_output=True, text=True)
