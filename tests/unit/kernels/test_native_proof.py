@@ -16,12 +16,10 @@ from specinfer.errors import KernelBuildError
 from specinfer.kernels import build
 from specinfer.kernels.build import build_library, find_compiler
 from specinfer.kernels.machine import LEVELS, Level, architecture, levels_here
-from tests.kernels import kernels
+from tests.kernels import kernels, plain_tiles
 
 SOURCES: Final = Path(build.__file__).parent / "cpu"
 PROOF: Final = Path(__file__).parents[2] / "native" / "proof.cpp"
-OF_PLAIN: Final = ("avx512bf16", "avx2")
-PLAIN: Final = ("-DSPECINFER_PLAIN_TILES", "-O1")
 # Debian has these in g++-aarch64-linux-gnu and qemu-user.
 CROSS: Final = {"aarch64": "aarch64-linux-gnu-g++"}
 EMULATORS: Final = {"aarch64": ("qemu-aarch64", "-cpu", "max", "-L", "/usr/aarch64-linux-gnu")}
@@ -63,23 +61,21 @@ def test_the_library_in_use_is_right(prove: Prove) -> None:
     assert prove(library.path, library.level) == []
 
 
-EVERY: Final = [
-    *(pytest.param(level, (), id=f"{level.architecture}-{level.name}") for level in LEVELS),
-    *(pytest.param(one, PLAIN, id=f"plain-{one.name}") for one in LEVELS if one.name in OF_PLAIN),
-]
-
-
 @pytest.mark.slow  # each level is compiled, which takes half a minute the first time
-@pytest.mark.parametrize(("level", "extra"), EVERY)
-def test_every_level_and_plain_tiles_are_right(
-    monkeypatch: pytest.MonkeyPatch, prove: Prove, level: Level, extra: tuple[str, ...]
-) -> None:
-    if level.architecture != architecture() and not extra:
+@pytest.mark.parametrize("level", LEVELS, ids=lambda level: f"{level.architecture}-{level.name}")
+def test_every_level_is_right(monkeypatch: pytest.MonkeyPatch, prove: Prove, level: Level) -> None:
+    if level.architecture != architecture():
         need_emulator(monkeypatch, level.architecture)
     elif level not in levels_here():
         pytest.skip("this CPU is of another kind")
     need_compiler(*level.flags)
-    assert prove(build_library(level, extra=extra), level) == []
+    assert prove(build_library(level), level) == []
+
+
+@pytest.mark.slow  # a library is compiled
+def test_plain_tiles_are_right(prove: Prove) -> None:
+    library = plain_tiles()
+    assert prove(library.path, library.level) == []
 
 
 def need_compiler(*flags: str) -> None:
