@@ -1,7 +1,5 @@
 """Random GGUF blocks that models can compute with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Products of every kind of weight: near the real ones, a row for itself, and the bits of the twins."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from dataclasses import replace

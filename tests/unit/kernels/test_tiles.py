@@ -1,7 +1,5 @@
 """Products on the matrix unit's tiles, built over plain C++ of the same meaning: they run on any machine."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Final
 
